@@ -5,12 +5,11 @@
 
 The same requests go to (proxy) one stock vLLM server per model under a proxy that swaps them, as many at a time as the
 limit holds; (timer) a fleet whose models sleep after an idle time, `replicas: {min: 0}`; (memory) a fleet with
-`memory: {limit: ...}`; (hibernating) the same with the memory of sleeping models in files; (turns, turns-hibernating)
-the same two whose busy models stop for others, `turns: true`. In each phase of ten seconds a few models are active, and
-the others silent. Each seed is another workload, and a run of its own. With `--trace` it is that of Prism's 18 models
-(`benchmarks/paper/prism_trace.py`), so many times as fast, and with prompts and answers cut to what these models take.
-Checkpoints are made anew, and removed at the end. TTFT counts from when a request was sent, with every wait; what has
-not ended when the grace after the last arrival is over has missed the objective.
+`memory: {limit: ...}`; (turns) the same, whose busy models stop for others, `turns: true`. In each phase of ten seconds
+a few models are active, and the others silent. Each seed is another workload, and a run of its own. With `--trace` it
+is that of Prism's 18 models (`benchmarks/paper/prism_trace.py`), so many times as fast, with prompts and answers cut to
+what these models take. Checkpoints are made anew, and removed at the end. TTFT counts from when a request was sent,
+with every wait; what has not ended when the grace after the last arrival is over has missed the objective.
 """
 
 from __future__ import annotations
@@ -52,9 +51,7 @@ from tests.support import tiny_checkpoint as checkpoints
 # By system, what its `memory` section has besides the limit.
 MEMORY: dict[str, dict[str, object]] = {
     "memory": {},
-    "hibernating": {"hibernate": "auto"},
     "turns": {"turns": True},
-    "turns-hibernating": {"turns": True, "hibernate": "auto"},
 }
 SYSTEMS = (*MEMORY, "timer", "proxy")
 PROMPT, LONGEST_PROMPT = 16, 64
@@ -226,31 +223,26 @@ def fleet_file(
     return file
 
 
-def served(file: Path, calls: Sequence[Call], grace: float, rest: float) -> tuple[list[Outcome], Meter, dict[str, Any]]:
-    """All calls go to a fleet that has had `rest` seconds with nothing to do."""
+def served(file: Path, calls: Sequence[Call], grace: float) -> tuple[list[Outcome], Meter, dict[str, Any]]:
+    """All calls go to a fleet."""
 
     async def play(url: str) -> list[Outcome]:
         async with client() as session:
             return await offered(calls, lambda call: send(session, url, call), grace)
 
     with muxserve_fleet(file) as server, Meter(lambda: [server.pid]) as meter:
-        time.sleep(rest)
-        before = get_json(server.url, "/fleet")[1]["memory"]
         outcomes = asyncio.run(play(server.url))
         memory = get_json(server.url, "/fleet")[1]["memory"]
     if not memory:
         return outcomes, meter, {}
     models = memory["models"].values()
-    earlier = {name: each["wakes"] for name, each in before["models"].items()}
-    woken = [each for name, each in memory["models"].items() if each["wakes"] > earlier[name]]
     return (
         outcomes,
         meter,
         {
-            "wakes": sum(each["wakes"] for each in models) - sum(earlier.values()),
-            "wakes_at_rest": sum(earlier.values()),
+            "wakes": sum(each["wakes"] for each in models),
             "evictions": sum(each["evictions"] for each in models),
-            "wake_seconds": sorted(each["last_wake_seconds"] for each in woken),
+            "wake_seconds": sorted(each["last_wake_seconds"] for each in models if each["wakes"]),
             "sleep_seconds": memory["sleep_seconds"],
             "prefetched": sum(each["prefetched"] for each in models),
             "fixed_gib": round(memory["fixed_bytes"] / 2**30, 3),
@@ -310,7 +302,6 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=24)
     parser.add_argument("--layers", type=int, default=8, help="layers of each model, of 35 MB each")
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--rest", type=float, default=0.0, help="seconds for which fleets have nothing to do at first")
     parser.add_argument("--grace", type=float, default=20.0, help="seconds to wait after the last arrival")
     parser.add_argument("--rate", type=float, default=1.5, help="requests per second of all models together")
     parser.add_argument("--trace", type=Path, help="Prism's real_trace.pkl")
@@ -328,8 +319,7 @@ def main() -> None:
     end_cleanly()
     runs: dict[str, list[dict[str, Any]]] = json.loads(args.out.read_text())["runs"] if args.add else {}
     parameters = {
-        key: getattr(args, key)
-        for key in ("models", "rest", "seconds", "rate", "tokens", "slo", "idle", "limit", "pool")
+        key: getattr(args, key) for key in ("models", "seconds", "rate", "tokens", "slo", "idle", "limit", "pool")
     }
     if args.trace is not None:
         parameters |= {"trace": args.trace.name, "speed": args.speed}
@@ -349,7 +339,7 @@ def main() -> None:
                 file = fleet_file(
                     folder, system, paths, limit, args.idle, args.slo, args.pool, **MEMORY.get(system, {})
                 )
-                outcomes, meter, extra = served(file, calls, args.grace, args.rest)
+                outcomes, meter, extra = served(file, calls, args.grace)
             runs.setdefault(system, []).append(
                 {"seed": seed, **figures(outcomes, args.slo, meter, args.limit), **extra}
             )

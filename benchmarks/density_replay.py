@@ -1,5 +1,5 @@
-"""The requests of `density.py` on a virtual clock: what residency by demand, also with models that sleep in files or
-that take turns, and idle timers make of the same wakes.
+"""The requests of `density.py` on a virtual clock: what residency by demand, also with models that take turns, and idle
+timers make of the same wakes.
 
     python benchmarks/density_replay.py [--models 24] [--limit 4GiB] [--pool 128MiB] [--rate 1.5] [--tokens 16]
                                         [--seeds 0 1 2]
@@ -18,14 +18,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 from density import KV_BYTES, PROMPT, fleet_file
 from report import percentiles
 
 from muxserve.cli.simulate_places import PlacementSearch, places_of
 from muxserve.config.values import parse_size
 from muxserve.costs.measured import latency_model
-from muxserve.planning.specs.residency import hibernated_seconds
 from muxserve.scheduling import room_ahead
 from muxserve.scheduling.residency import Residency
 from muxserve.scheduling.residency_types import Change, KvRules, Residence, Sleep, Standing, Stay, Wake
@@ -70,7 +68,7 @@ class IdleTimers(Residency):
         return changes
 
 
-SYSTEMS = ("memory", "hibernating", "turns", "turns-hibernating", "timers")
+SYSTEMS = ("memory", "turns", "timers")
 
 
 def unit_of(models: int, limit: int, slo: float, pool: int, folder: Path) -> SimUnit:
@@ -99,8 +97,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--wake", type=float, help="seconds that a wake takes alone, in place of the expected ones")
     parser.add_argument("--drag", type=float, help="drag of wakes, in place of the expected one")
-    parser.add_argument("--rest", type=float, default=0.0, help="seconds of nothing before the load")
-    parser.add_argument("--unprepared", action="store_true", help="hibernating models are not woken ahead")
     parser.add_argument("--within", action="store_true", help="idle timers wait for memory")
     parser.add_argument("--no-room-ahead", action="store_true", help="no model sleeps before its memory is wanted")
     args = parser.parse_args()
@@ -131,12 +127,10 @@ def main() -> None:
             f"seed={seed}"
         )
         for system in SYSTEMS:
-            ahead, contention = "hibernating" in system and not args.unprepared, residency.contention
+            contention = residency.contention
             way = replace(
                 residency,
-                rules=replace(residency.rules, wakes=replace(residency.rules.wakes, ahead=ahead)),
-                hibernated=dict.fromkeys(names, hibernated_seconds(of_one)) if "hibernating" in system else {},
-                turns=TurnRules(cores=residency.rules.wakes.cores) if "turns" in system else None,
+                turns=TurnRules(cores=residency.rules.wakes.cores) if system == "turns" else None,
                 # Live, decoding gives way only where memory decides.
                 contention=replace(contention, decode_weight=1.0) if system == "timers" else contention,
             )
@@ -144,10 +138,7 @@ def main() -> None:
             if system == "timers":
                 assert played.residents is not None
                 played.residents.awake = IdleTimers(way.rules, way.models)
-            load = [
-                SimRequest.of(msgspec.structs.replace(each, arrival=each.arrival + args.rest), number)
-                for number, each in enumerate(open_workload(text, names))
-            ]
+            load = [SimRequest.of(each, number) for number, each in enumerate(open_workload(text, names))]
             played.clock.run(iter(load), played.arrive, played.machine.overheads.request)
             result = played.result()
             told = result.residency

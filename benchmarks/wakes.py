@@ -1,11 +1,10 @@
-"""How long a sleeping model takes to answer: woken from memory in a file, and loaded again.
+"""How long a sleeping model takes to answer.
 
     python benchmarks/wakes.py [--models 8] [--layers 8] [--limit 2500MiB] [--rounds 6] [--out FILE]
 
 A fleet with `memory:`, in which about three of the eight models have room, is asked in turn: one model at a time, then
-two at once. So nearly every question wakes its model, and nothing else is going on. The same with `hibernate: auto` and
-`off`. Only questions that waited for a wake count. The first round, in which models are woken for the first time, is
-apart.
+two at once. So nearly every question wakes its model, and nothing else is going on. Only questions that waited for a
+wake count.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from servers import ROOT, end_cleanly, muxserve_fleet
 from muxserve.cli.http import get_json
 from muxserve.config.values import parse_size
 
-KEPT = {"hibernating": "auto", "reloading": "off"}
 # After a report of the controller nothing of an earlier sleep is going on.
 PAUSE_SECONDS = 2.5
 
@@ -70,7 +68,6 @@ async def asked(url: str, root: int, names: list[str], together: int, rounds: in
                             "models": group,
                             "first_tokens": [round(each.ttft, 4) for each in outcomes],
                             "wakes": [after[name]["last_wake_seconds"] for name in group],
-                            "first_wakes": all(before[name]["wakes"] == 0 for name in group),
                             "seconds": round(took, 4),
                             "cpu_seconds": round(cpu, 3),
                         }
@@ -91,7 +88,7 @@ def summary(questions: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    """Run both and write the report."""
+    """Ask the fleet and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=8)
     parser.add_argument("--layers", type=int, default=8, help="layers of each model, of 35 MB each")
@@ -100,23 +97,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/wakes.json")
     args = parser.parse_args()
     end_cleanly()
-    document: dict[str, Any] = {"machine": machine(), "systems": {}, "questions": {}}
+    document: dict[str, Any] = {"machine": machine(), "wakes": {}, "questions": {}}
     with made(args.models, args.layers) as paths, tempfile.TemporaryDirectory(prefix="wakes-") as name:
         document["weights_bytes"] = (next(iter(paths.values())) / "model.safetensors").stat().st_size
-        for system, hibernate in KEPT.items():
-            file = fleet_file(Path(name), system, paths, args.limit, 0.0, 5.0, hibernate=hibernate)
-            with muxserve_fleet(file) as server:
-                sizes = {}
-                for together in (1, 2):
-                    questions = asyncio.run(asked(server.url, server.pid, list(paths), together, args.rounds))
-                    document["questions"][f"{system}, {together} at a time"] = questions
-                    sizes[f"{together}_at_a_time"] = {
-                        "first": summary([each for each in questions if each["first_wakes"]]),
-                        "later": summary([each for each in questions if not each["first_wakes"]]),
-                    }
-                    print(f"{system}, {together} at a time: {json.dumps(sizes[f'{together}_at_a_time'])}", flush=True)
-                document["systems"][system] = sizes
-            write_report(args.out, document)
+        file = fleet_file(Path(name), "wakes", paths, args.limit, 0.0, 5.0)
+        with muxserve_fleet(file) as server:
+            for together in (1, 2):
+                asking = f"{together} at a time"
+                questions = asyncio.run(asked(server.url, server.pid, list(paths), together, args.rounds))
+                document["questions"][asking] = questions
+                document["wakes"][asking] = summary(questions)
+                print(f"{asking}: {json.dumps(document['wakes'][asking])}", flush=True)
+        write_report(args.out, document)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,6 @@ void bind_config(nb::module_& module);
 void bind_cuda(nb::module_& module);
 void bind_manager(nb::module_& module);
 void bind_fold(nb::module_& module);
-void bind_hibernation(nb::module_& module);
 void bind_pages(nb::module_& module);
 
 }  // namespace muxserve::memory::python

@@ -94,6 +94,5 @@ NB_MODULE(_native, module) {
   bind_cuda(module);
   bind_manager(module);
   bind_fold(module);
-  bind_hibernation(module);
   bind_pages(module);
 }

@@ -276,7 +276,7 @@ class Changes:
         async with self._lock_of(model):
             unit = self._units.units.get(message.unit)
             if unit is not None and model in unit.serves and not self._steps.is_leaving(model, message.unit):
-                await self._steps.end_replicas([model], unit, self._say, message.urgent)
+                await self._steps.end_replicas([model], unit, self._say)
 
     # ------------------------------------------------------------ details
 

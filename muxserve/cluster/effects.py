@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from muxserve import wire
+from muxserve.cluster.processes import Process
 from muxserve.cluster.supervision import PartEffects
 from muxserve.cluster.warm_link import WarmLink
 from muxserve.spec import FleetSpec, FollowedFleet
@@ -43,7 +44,7 @@ class FleetEffects(PartEffects, Protocol):
 class UnitEffects(PartEffects, Protocol):
     """A unit, for its parts. `UnitHost` is one."""
 
-    def on_model_parent(self, model: str, pid: int) -> None:
+    def on_model_parent(self, model: str, process: Process) -> None:
         """A process has begun to load a model, to fork its engines."""
 
     async def tell(self, message: wire.Message) -> None:

@@ -205,13 +205,14 @@ class GpuStarts(UnitStarts):
         """Let go of what is kept of a model that sleeps: engines that rest, and copies of its weights."""
         await self._resting.end(model)
         self._weights.forget_copies(model)
-        await super().forget(model)
+        if self.warm is not None:
+            self.warm.tell("forget", model)
 
     def copied(self, model: str) -> bool:
         """See `UnitStarts.copied`."""
         return self._weights.copied(model)
 
-    def forget_weights(self, model: str) -> None:
+    async def forget_weights(self, model: str) -> None:
         """See `UnitStarts.forget_weights`."""
         self._weights.let_go(model)
 

@@ -18,7 +18,6 @@ from muxserve.cluster.events import HOST, Down, Event, PartId, Ready, Recovered,
 from muxserve.cluster.gpu_starts import GpuStarts
 from muxserve.cluster.launcher import Launcher
 from muxserve.cluster.log_tail import LogTail, Said
-from muxserve.cluster.model_parents import ModelParents
 from muxserve.cluster.processes import Process, Reaper
 from muxserve.cluster.restarts import MAX_DEATHS
 from muxserve.cluster.standing import UnitStanding
@@ -105,7 +104,6 @@ class UnitHost:
         # The models that have been up here: from then on their engines are started again with more patience.
         self._served: set[str] = set()
         self._movable = movable
-        self._parents = ModelParents(self._starts)
         self.sized = self._starts.sized
         self.ready = asyncio.Event()
         # Whoever waits for something to be started here waits in vain from then on.
@@ -161,7 +159,7 @@ class UnitHost:
     @property
     def model_parents(self) -> dict[str, int]:
         """By model, the process that has loaded it and forks its engines."""
-        return self._parents.pids
+        return {model: process.pid for model, process in self._starts.model_parents.items()}
 
     def gpu_memory(self) -> GpuMemory | None:
         """See `UnitHandle.gpu_memory`."""
@@ -241,7 +239,6 @@ class UnitHost:
             self._wanted.discard(model)
             raise
         self._served.discard(model)
-        self._parents.wake(model)
         await self.tell(self._standing.revive(model))
         new = {part.id: part for part in self._starts.parts_of(model)}
         self.parts.update(new)
@@ -270,19 +267,17 @@ class UnitHost:
         if self._stopped.is_set():
             raise GaveUp(HOST, "its unit has been stopped")
 
-    async def stop_model(self, model: str, urgent: bool = False) -> None:
-        """See `UnitHandle.stop_model`. The memory of the model may move into a file; where it is urgent, only if it has
-        done so before."""
+    async def stop_model(self, model: str) -> None:
+        """See `UnitHandle.stop_model`."""
         self._wanted.discard(model)
-        may_hibernate = bool(self.unit_spec.hibernation) and not (urgent and not self._parents.in_file(model))
-        await self._end_model(model, may_hibernate, may_rest=self.unit_spec.resting is not None)
+        await self._end_model(model, may_rest=self.unit_spec.resting is not None)
 
     async def prefetch(self, model: str) -> None:
         """See `UnitHandle.prefetch`."""
-        if not self._parents.prefetch(model) and not self._starts.copied(model):
+        if not self._starts.copied(model):
             await asyncio.to_thread(read_weights_ahead, self.unit_spec.model(model).path)
 
-    async def _end_model(self, model: str, may_hibernate: bool = False, may_rest: bool = False) -> None:
+    async def _end_model(self, model: str, may_rest: bool = False) -> None:
         gone = [part for part in self.parts if part.model == model]
         await self.tell(self._standing.retire(model))
         tasks = [self._tasks.pop(part) for part in gone if part in self._tasks]
@@ -294,8 +289,7 @@ class UnitHost:
         if not rest:
             await self._stop_parts(engines, STOP_SECONDS)
         await self._stop_parts(set(gone).difference(engines), STOP_SECONDS)
-        self._starts.forget_weights(model)
-        await self._parents.end(model, may_hibernate)
+        await self._starts.forget_weights(model)
         for part in gone:
             self._starts.awaited.discard(part)
             stopped = self.parts.pop(part)
@@ -313,7 +307,6 @@ class UnitHost:
 
     async def forget(self, model: str) -> None:
         """See `UnitHandle.forget`."""
-        await self._parents.forget(model)
         await self._starts.forget(model)
 
     async def join(self, unit_spec: UnitSpec, model: str, needs: Sequence[Needs] = (), asleep: bool = False) -> None:
@@ -406,15 +399,11 @@ class UnitHost:
         """See `PartEffects.explain`."""
         return await log_tail.explain(self.unit_spec.gpu, part.id, reason, self.log_tail_of(part.id)[1])
 
-    def on_model_parent(self, model: str, pid: int) -> None:
+    def on_model_parent(self, model: str, process: Process) -> None:
         """See `UnitEffects.on_model_parent`. What forks a model's engines is no part: it is forked when they are. Its
         end is theirs."""
         part = Part(PartId("model", model), self._starts, 0.0)
-        try:
-            part.process = Process(pid)
-        except ProcessLookupError:
-            return
-        self._parents.add(model, part.process)
+        part.process = process
         self._spawn(self._supervisor.watch_only(part))
 
     async def tell(self, message: wire.Message) -> None:

@@ -220,8 +220,8 @@ class RemoteUnit:
         self._joined[model] = tuple(needs)
         self._unit_spec = unit_spec
 
-    async def stop_model(self, model: str, urgent: bool = False) -> None:
-        """See `UnitHandle.stop_model`. Where units are elsewhere, memory decides nothing."""
+    async def stop_model(self, model: str) -> None:
+        """See `UnitHandle.stop_model`."""
         if model in self._serves:
             self._serves.remove(model)
         (await self._ask(StopModel(model))).check(model)

@@ -7,7 +7,9 @@ the memory manager serves.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Collection, Sequence
@@ -20,7 +22,7 @@ from muxserve.cluster.events import PartId, Progress, Starting
 from muxserve.cluster.launcher import Launcher
 from muxserve.cluster.processes import Process
 from muxserve.cluster.restarts import PATIENT_DELAYS, RestartPolicy
-from muxserve.cluster.supervision import Part, while_running
+from muxserve.cluster.supervision import STOP_SECONDS, Part, while_running
 from muxserve.cluster.warm_link import Birth, ParentEvents, WarmLink
 from muxserve.gpu.budget import Needs
 from muxserve.gpu.unit import GpuMemory
@@ -101,6 +103,8 @@ class UnitStarts(ParentEvents, ABC):
         self.unit_spec = unit_spec
         self.warm: WarmLink | None = None
         self.unit: UnitPeer | None = None
+        # On a CPU, by model: the process that has loaded its weights and forks its engines.
+        self.model_parents: dict[str, Process] = {}
         # Which warm parent a part was forked from.
         self.parent_of: dict[PartId, WarmLink] = {}
         self.sized = asyncio.Event()
@@ -210,10 +214,10 @@ class UnitStarts(ParentEvents, ABC):
             await self.warm.close()
             self.warm = None
 
-    async def forget(self, model: str) -> None:
-        """Let go of what is kept of a model that sleeps."""
-        if self.warm is not None:
-            self.warm.tell("forget", model)
+    @abstractmethod
+    async def forget_weights(self, model: str) -> None:
+        """Let go of the weights of a model none of whose engines runs any more. On GPUs, what is kept of them in the
+        host's memory stays."""
 
     # ------------------------------------------------------------ only on GPUs (`GpuStarts`)
 
@@ -255,9 +259,8 @@ class UnitStarts(ParentEvents, ABC):
         """Whether the host's memory has the weights of a model on GPUs that sleeps."""
         return False
 
-    def forget_weights(self, model: str) -> None:
-        """Let go of the weights that are kept of a model on GPUs: none of its engines runs any more. What is kept of
-        them in the host's memory stays."""
+    async def forget(self, model: str) -> None:
+        """Let go of what is kept of a model that sleeps."""
 
     def forget_memory(self) -> None:
         """Let go of the GPU memory that is kept for the next memory manager: nobody computes on it any more."""
@@ -368,10 +371,6 @@ class UnitStarts(ParentEvents, ABC):
         """See `ParentEvents.on_exited`."""
         self._exits[pid] = status
 
-    def on_model_parent(self, model: str, pid: int) -> None:
-        """See `ParentEvents.on_model_parent`."""
-        self._effects.on_model_parent(model, pid)
-
 
 class CpuStarts(UnitStarts):
     """See `UnitStarts`. The pools are as large as planned."""
@@ -389,3 +388,22 @@ class CpuStarts(UnitStarts):
         birth = self._order(part, link)
         part.process = await birth.process(self._exits)
         await birth.until_up(part.process)
+
+    async def forget_weights(self, model: str) -> None:
+        """See `UnitStarts.forget_weights`. They count as the model's until its parent has ended."""
+        if self.warm is not None:
+            self.warm.tell("end", model)
+        parent = self.model_parents.get(model)
+        if parent is not None:
+            # It ends by itself when it gets no more orders; the memory is free when it has.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_SECONDS):
+                    await parent.wait()
+            parent.send(signal.SIGKILL)
+            self.model_parents.pop(model, None)
+
+    def on_model_parent(self, model: str, pid: int) -> None:
+        """See `ParentEvents.on_model_parent`."""
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            parent = self.model_parents[model] = Process(pid)
+            self._effects.on_model_parent(model, parent)

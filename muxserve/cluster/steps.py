@@ -449,9 +449,8 @@ class FleetSteps:
         async with self.lock.alone():
             await self.end_replicas(models, unit, tell)
 
-    async def end_replicas(self, models: Sequence[str], unit: RunningUnit, tell: Tell, urgent: bool = False) -> None:
-        """Have nobody sent there any more, and end the engines; and the unit, if there is nothing left in it. `urgent`:
-        requests wait for their memory."""
+    async def end_replicas(self, models: Sequence[str], unit: RunningUnit, tell: Tell) -> None:
+        """Have nobody sent there any more, and end the engines; and the unit, if there is nothing left in it."""
         unit.serves.difference_update(models)
         # Where memory decides who is awake, any of its models may be woken the next moment.
         stays = bool(self._units.fleet.residency) and unit.name not in self._ending
@@ -459,7 +458,7 @@ class FleetSteps:
             self._units.publish()
             for model in models:
                 try:
-                    await unit.handle.stop_model(model, urgent)
+                    await unit.handle.stop_model(model)
                 except GaveUp as failure:
                     tell(f"{failure.part} of {unit.name} may not have ended: {failure}")
             tell(f"{', '.join(models)} is not served by {unit.name} any more")

@@ -100,9 +100,8 @@ class UnitHandle(Protocol):
             GaveUp: it takes no model more; nothing has changed.
         """
 
-    async def stop_model(self, model: str, urgent: bool = False) -> None:
+    async def stop_model(self, model: str) -> None:
         """Stop the engines of a model and let go of its weights; what they still compute is lost to this unit.
-        `urgent`: requests wait for the memory.
 
         Raises:
             GaveUp: nobody knows whether they have ended.

@@ -24,10 +24,9 @@ _MAX_MESSAGE = 1 << 16
 _LAST_WORDS_SECONDS = 0.1
 
 
-# What a parent hears of a model: its engines have been stopped for good, so that what holds its weights may go; it will
-# be wanted again soon, and its memory has moved behind a file; the host's memory has a copy of its weights, which is to
-# be pinned; or has none any more.
-ModelNews = Literal["end", "prefetch", "pin", "forget"]
+# What a parent hears of a model: its engines have been stopped for good, so that what holds its weights may go; the
+# host's memory has a copy of its weights, which is to be pinned; or has none any more.
+ModelNews = Literal["end", "pin", "forget"]
 
 
 class Birth:
@@ -109,8 +108,8 @@ class WarmLink:
         self._parent = parent
         self._births: dict[PartId, Birth] = {}
         self._model_parents: dict[int, str] = {}
-        # By part, what waits for an engine to rest, or for the memory of a model's parent to have moved.
-        self._doing: dict[PartId, asyncio.Future[None]] = {}
+        # By engine, what waits for it to rest.
+        self._resting: dict[PartId, asyncio.Future[None]] = {}
         self._events = events
         self._reader = asyncio.create_task(self._read())
 
@@ -138,16 +137,6 @@ class WarmLink:
         with contextlib.suppress(PartDied):
             self._command({"op": what, "model": model})
 
-    async def hibernate(self, model: str) -> None:
-        """The engines of `model` have been stopped, and may be wanted again: the process that has loaded it stays, and
-        its memory moves behind a file.
-
-        Raises:
-            PartFailed: it cannot.
-            PartDied: the process has died.
-        """
-        await self._done(PartId("model", model), {"op": "hibernate", "model": model})
-
     async def rest(self, part: PartId) -> None:
         """The model of the engine `part` sleeps, and the engine stays without the weights until it is ordered again.
 
@@ -155,17 +144,13 @@ class WarmLink:
             PartFailed: it cannot.
             PartDied: the parent is gone.
         """
-        await self._done(part, {"op": "rest", "model": part.model, "phase": part.phase})
-
-    async def _done(self, part: PartId, command: dict[str, object]) -> None:
-        """Have a part that lives do something, and wait until it says that it has."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._doing[part] = future
+        self._resting[part] = future
         try:
-            self._command(command)
+            self._command({"op": "rest", "model": part.model, "phase": part.phase})
             await future
         finally:
-            self._doing.pop(part, None)
+            self._resting.pop(part, None)
 
     def _command(self, command: dict[str, object], fds: Sequence[int] = ()) -> None:
         data = json.dumps(command).encode()
@@ -189,7 +174,7 @@ class WarmLink:
         for birth in self._births.values():
             birth.fail(gone)
         self._births.clear()
-        for future in self._doing.values():
+        for future in self._resting.values():
             if not future.done():
                 future.set_exception(gone)
 
@@ -217,8 +202,6 @@ class WarmLink:
         elif event == "forked" and message["kind"] == "model":
             self._model_parents[int(message["pid"])] = message["model"]
             self._events.on_model_parent(message["model"], int(message["pid"]))
-        elif event == "hibernates":
-            self._has_done(PartId("model", message["model"]), message)
         elif event == "measured":
             self._events.on_measured(measured(message))
         else:
@@ -228,9 +211,9 @@ class WarmLink:
     def _of_part(self, part: PartId, event: str, message: dict[str, Any]) -> None:
         if event == "progress":
             self._events.on_progress(part, str(message["detail"]))
-        elif part in self._doing:
-            if event in ("rests", "failed"):
-                self._has_done(part, message)
+        elif future := self._resting.get(part):
+            if event in ("rests", "failed") and not future.done():
+                _resolve(future, message)
         elif birth := self._births.get(part):
             if event == "failed":
                 birth.fail(PartFailed(str(message["error"])))
@@ -239,11 +222,6 @@ class WarmLink:
             if event == "up" and not birth.up.done():
                 birth.up.set_result(bool(message.get("kept")))
 
-    def _has_done(self, part: PartId, message: dict[str, Any]) -> None:
-        future = self._doing.get(part)
-        if future is not None and not future.done():
-            _resolve(future, message)
-
     def _exited(self, pid: int, status: int) -> None:
         model = self._model_parents.pop(pid, None)
         if model is not None:
@@ -251,9 +229,6 @@ class WarmLink:
             for part, birth in self._births.items():
                 if part.model == model:
                     birth.fail(PartDied(f"the process that loads {model} died"))
-            future = self._doing.get(PartId("model", model))
-            if future is not None and not future.done():
-                future.set_exception(PartDied(f"the process that has loaded {model} died"))
         self._events.on_exited(pid, status)
 
 

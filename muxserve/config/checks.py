@@ -154,19 +154,10 @@ def _memory(source: Source) -> Iterator[Problem]:
     if given is not None and isinstance(cluster, dict):
         if cluster.get("nodes"):
             yield source.problem(("cluster", "nodes"), "`memory` decides over models of one machine only; write `gpus`")
-        if isinstance(given, dict) and (cluster.get("gpus") or cluster.get("gpu_ids")):
-            yield from _memory_of_gpus(source, given)
         if cluster.get("launcher") == "ray":
             yield source.problem(("cluster", "launcher"), "`memory` decides over models of this machine only")
         if _whole(cluster.get("ranks")) and cluster["ranks"] > 1:
             yield source.problem(("cluster", "ranks"), "`memory` decides over models of one rank only")
-
-
-def _memory_of_gpus(source: Source, given: Mapping[str, object]) -> Iterator[Problem]:
-    """What sleeping models cannot do on GPUs yet."""
-    if given.get("hibernate") not in (None, "off", False):
-        message = "is for models on a CPU; on GPUs the page cache keeps the files that weights are loaded from"
-        yield source.problem(("memory", "hibernate"), f"{message}; leave it out")
 
 
 def _whole(value: object) -> TypeGuard[int]:
@@ -314,10 +305,7 @@ def resolve(fleet: Fleet, base: Path, environ: Mapping[str, str]) -> Fleet:
     }
     if fleet.memory is not None:
         models = [_by_memory(model) for model in models]
-    memory = fleet.memory
-    if memory is not None and memory.hibernate not in (AUTO, "off"):
-        memory = memory.model_copy(update={"hibernate": str(_directory(base, memory.hibernate))})
-    return fleet.model_copy(update={"models": models, "gateway": gateway, "tenants": tenants, "memory": memory})
+    return fleet.model_copy(update={"models": models, "gateway": gateway, "tenants": tenants})
 
 
 def _by_memory(model: Model) -> Model:

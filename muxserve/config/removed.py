@@ -26,6 +26,7 @@ _REMOVED: dict[tuple[str, ...], str] = {
     ("cluster", "decode_first"): "remove it: engines share their GPUs by SMs, without priorities",
     ("cluster", "span_machines"): "remove it: a unit is served by one machine",
     ("memory", "max_wait"): "remove it: a request that has waited for its model for 10 s goes before all others",
+    ("memory", "hibernate"): "remove it: a model that is woken is loaded again",
     ("memory", "decode_niceness"): "remove it: decoding always gives way to wakes and prompts",
 }
 

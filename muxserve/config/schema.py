@@ -171,13 +171,6 @@ class Migration(Section):
     )
 
 
-def _hibernate(value: object) -> object:
-    switched = switch(value)
-    if not isinstance(switched, str) or not switched or switched == "on":
-        raise ValueError(f"must be auto, off or a directory, not {shown(value)}")
-    return switched
-
-
 def _size_if_any(value: object) -> object:
     switched = switch(value)
     if switched in (AUTO, "off"):
@@ -212,11 +205,6 @@ class MemorySection(Section):
     )
     min_residence: Seconds = Field(
         default=_RESIDENCY.min_residence, description="Shortest time that a woken model stays awake"
-    )
-    hibernate: Annotated[str, BeforeValidator(_hibernate)] = Field(
-        default="off",
-        description="Directory on a disk for the memory of sleeping models, relative to the fleet file, so that they "
-        "need not be loaded again; auto: that of temporary files, if it is on a disk; off: they are loaded again",
     )
     host_copies: SizeIfAny = Field(
         default=AUTO,

@@ -35,7 +35,6 @@ _RELATIVE = (
     ("gateway", "tls", "key"),
     ("gateway", "responses"),
     ("gateway", "batches"),
-    ("memory", "hibernate"),
 )
 # Options of vLLM: any of them may be a path or a secret.
 _PATHS = (
@@ -44,7 +43,7 @@ _PATHS = (
     ("models", "*", "engine_args", "speculative_config", "model"),
 )
 # No paths, where these may stand.
-_WORDS = ("auto", "on", "off")
+_WORDS = ("on", "off")
 
 
 def unset(name: str) -> str:

@@ -118,21 +118,6 @@ class ForkingParent:
         if self._heartbeat is not None:
             self._heartbeat.close()
 
-    @property
-    def childless(self) -> bool:
-        """Whether everything that was forked here has ended."""
-        self._reap()
-        try:
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return True
-        return False
-
-    def beat(self) -> None:
-        """Give a sign of life; for a command that takes long."""
-        if self._heartbeat is not None:
-            self._heartbeat.beat()
-
     def run(self) -> None:
         """Serve until the command side closes."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -142,7 +127,8 @@ class ForkingParent:
             selector.register(self._wake_read, selectors.EVENT_READ)
             self._reap()
             while True:
-                self.beat()
+                if self._heartbeat is not None:
+                    self._heartbeat.beat()
                 for key, _ in selector.select(PERIOD_SECONDS):
                     if key.fileobj is self._wake_read:
                         self._drain_wakeups()

@@ -10,14 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from muxserve.forks.family import Control, ForkingParent, engine_log, file_name, temporary_files_in
-from muxserve.forks.hibernation import HibernationError, SleepingMemory
 from muxserve.net.heartbeat import heartbeat_file
 from muxserve.net.page_cache import read_weights_ahead
 from muxserve.net.process import give_way, trim, words
@@ -28,9 +26,7 @@ log = logging.getLogger(__name__)
 
 def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, control: Control) -> None:
     """Load `model`, then fork an engine per command `{"op": "fork", "phase": ...}` until `commands` closes. With
-    `awaited` in the command requests wait for the engine. On `{"op": "hibernate"}` its engines have ended, and the
-    model sleeps until the next one is to be forked; on `{"op": "prefetch"}` that will be soon."""
-    began = time.monotonic()
+    `awaited` in the command requests wait for the engine."""
     try:
         loaded = _load(unit_spec, model, control)
     except Exception as error:
@@ -39,32 +35,10 @@ def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, c
             control.event("failed", kind="engine", model=model, phase=phase, error=words(error))
         raise
     config, executor, set_threads = loaded
-    sleeping = SleepingMemory(unit_spec.hibernation, time.monotonic() - began) if unit_spec.hibernation else None
 
-    def handle(command: dict[str, Any]) -> None:
-        if command["op"] == "hibernate":
-            hibernate()
-        elif command["op"] == "prefetch":
-            if sleeping is not None:
-                sleeping.read_ahead()
-        else:
-            fork(command["phase"], "awaited" in command)
-
-    def hibernate() -> None:
-        try:
-            if sleeping is None:
-                raise HibernationError("its unit does not")
-            if not parent.childless:
-                raise HibernationError("it has engines")
-            control.event("hibernates", model=model, bytes=sleeping.move(parent.beat))
-        except HibernationError as error:
-            control.event("hibernates", model=model, error=str(error))
-        else:
-            sleeping.write_out()
-
-    def fork(phase: EnginePhase, awaited: bool) -> None:
-        if sleeping is not None:
-            sleeping.read_ahead()
+    def fork(command: dict[str, Any]) -> None:
+        phase: EnginePhase = command["phase"]
+        awaited = "awaited" in command
 
         def child() -> None:
             from muxserve.engine.loop import run_engine
@@ -116,7 +90,7 @@ def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, c
         control.event("forked", kind="engine", model=model, phase=phase, pid=pid)
 
     parent = ForkingParent(
-        Control(commands), control, handle, heartbeat=heartbeat_file(unit_spec.run_dir, f"model-{model}")
+        Control(commands), control, fork, heartbeat=heartbeat_file(unit_spec.run_dir, f"model-{model}")
     )
     parent.run()
 

@@ -141,10 +141,6 @@ class WarmParent:
             case "end":
                 # The model's weights go: its parent ends when it cannot get orders any more.
                 self._drop("model", command["model"])
-            case "hibernate":
-                self._hibernate(command["model"])
-            case "prefetch":
-                self._tell(("model", command["model"]), json.dumps({"op": "prefetch"}).encode())
             case "pin":
                 self._tell_copier(f"pin {command['model']}")
             case "forget":
@@ -258,11 +254,6 @@ class WarmParent:
         parent = self._fork_child(("model", model), f"model {model}", log_file, child)
         self.control.event("forked", kind="model", model=model, phase="", pid=parent.pid)
         parent.tell(order)
-
-    def _hibernate(self, model: str) -> None:
-        """The model sleeps; its parent says when its memory has moved."""
-        if not self._tell(("model", model), json.dumps({"op": "hibernate"}).encode()):
-            self.control.event("hibernates", model=model, error="nobody has loaded it")
 
     # ------------------------------------------------------------ children that take orders
 

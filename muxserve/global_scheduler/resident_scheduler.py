@@ -20,7 +20,7 @@ from muxserve.wire import Place, PrefetchModel, StopReplica, Waits
 log = logging.getLogger(__name__)
 
 # An order to wake a model that the controller does not know of after so long, or to end one that it has not ended, was
-# lost. Moving a model's memory into a file takes less than the latter.
+# lost.
 LOST_SECONDS, STOP_AGAIN_SECONDS = 5.0, 30.0
 # So long after a request was refused for want of its model, that is in trouble.
 TROUBLE_SECONDS = 60.0
@@ -242,7 +242,7 @@ class ResidentScheduler(ModelScheduler):
         self._dispatch(now)
 
     def ended(self, unit: str, now: float) -> None:
-        """Its processes have ended, or its memory is in a file."""
+        """Its processes have ended."""
         self._leaving.discard(unit)
         self._stopping.discard(unit)
         if self.residence is Residence.LEAVING and self._idle_since is not None:
@@ -308,7 +308,7 @@ class ResidentScheduler(ModelScheduler):
     def _end(self, unit: str) -> None:
         if unit not in self._stopping:
             self._stopping.add(unit)
-            self._out.to_controller(StopReplica(self.model, unit, urgent=not self._ahead))
+            self._out.to_controller(StopReplica(self.model, unit))
 
     def _carry_out(self, decisions: Iterable[Decision], now: float) -> None:
         self._now = now

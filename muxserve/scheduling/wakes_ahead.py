@@ -1,5 +1,5 @@
 """Models are woken once before anybody asks for them, where that shortens later wakes: on GPUs their weights are copied
-to the host's memory then, and with hibernation their memory moves into a file when they make room for others."""
+to the host's memory then."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class WakesAhead:
     def note(self, changes: Iterable[Change]) -> None:
         """These changes are carried out, whoever decided them."""
         for change in changes:
-            if isinstance(change, Wake) or (isinstance(change, Sleep) and change.ahead):
+            if isinstance(change, Wake | Sleep):
                 self._woken[change.model] = self._models[change.model]
 
     def changes(self, now: float, balance: Balance, standings: Collection[Standing]) -> list[Change]:

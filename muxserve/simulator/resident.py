@@ -156,7 +156,6 @@ class ResidentModels:
         if model.residence is Residence.LEAVING and not model.running:
             model.become(Residence.ASLEEP, now)
             self.scheduler.retire(model.name)
-            model.hibernated |= model.moves
             self._resting = [*self._resting, model.name][-self.residency.resting :] if self.residency.resting else []
             self.awake.times.slept(now - model.idle_since)
             self._decide(now)
@@ -164,8 +163,6 @@ class ResidentModels:
     def _wake_seconds(self, model: ResidentModel) -> float:
         """Seconds that waking it takes alone."""
         residency = self.residency
-        if model.hibernated:
-            return residency.hibernated[model.name]
         return residency.models[model.name].seconds - residency.started_seconds * (model.name in self._resting)
 
     def _run(self, model: ResidentModel, more: int, now: float) -> None:
@@ -259,7 +256,6 @@ class ResidentModels:
                 pass  # the kernel reads the weights into memory that nobody counts
             elif isinstance(change, Sleep):
                 model.sleeps += 1
-                model.moves = change.ahead and not model.hibernated and model.name in self.residency.hibernated
                 model.become(Residence.LEAVING, now)
                 self.sleep_if_done(model, now)
             else:

@@ -13,7 +13,7 @@ class ResidentModel:
     """One model: where it is and since when, how many of its requests the unit has, and those that wait for it. What
     happened to it: wakes, the times that it was put to sleep, and requests that waited for it. `left`: the seconds
     alone that its wake still takes. `idle_since`: since when it is only put to sleep. `awake_since`: when its turn
-    began. `hibernated`: its memory is in a file; `moves`: it moves there when it is put to sleep this time."""
+    began."""
 
     name: str
     residence: Residence
@@ -26,8 +26,6 @@ class ResidentModel:
     left: float = 0.0
     idle_since: float = 0.0
     awake_since: float = float("-inf")
-    hibernated: bool = False
-    moves: bool = False
 
     def become(self, residence: Residence, now: float) -> None:
         """It is there now."""

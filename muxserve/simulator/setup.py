@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from muxserve.costs import ModelArchitecture
@@ -134,10 +134,9 @@ class SimResidency:
     """By which rules models are awake, what each takes, and which are awake at first. Bytes are those of one device of
     the unit.
 
-    A wake takes `WakeCosts.seconds`, and a sleep the rules' `sleep_seconds`. A model that was put to sleep when nobody
-    waited for its memory is woken in its `hibernated` seconds from then on, if it has such. On GPUs the engines of as
-    many models as `resting` says stay while they sleep, those of the models that slept last; a wake of such a model
-    takes `started_seconds` less.
+    A wake takes `WakeCosts.seconds`, and a sleep the rules' `sleep_seconds`. On GPUs the engines of as many models as
+    `resting` says stay while they sleep, those of the models that slept last; a wake of such a model takes
+    `started_seconds` less.
 
     With `turns` a model that has to go may stop before what it runs has ended; its KV stays as that of cached prefixes
     does."""
@@ -147,7 +146,6 @@ class SimResidency:
     awake: tuple[str, ...] = ()
     contention: WakeContention = WakeContention()
     turns: TurnRules | None = None
-    hibernated: Mapping[str, float] = field(default_factory=dict)
     resting: int = 0
     started_seconds: float = 0.0
 

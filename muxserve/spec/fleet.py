@@ -115,14 +115,13 @@ class TenantSpec(msgspec.Struct, frozen=True):
 
 class ResidencySpec(msgspec.Struct, frozen=True):
     """Memory decides which models are awake: by these rules, and with what each model is expected to take. Models that
-    are not in it are served as without. With `turns` a model that has to go may stop before it has finished. Where it
-    `hibernates`, a sleeping model's memory is in a file. `on_gpus`: the memory is that of each
-    GPU, and not this machine's; the engines of about `resting` models stay while these sleep."""
+    are not in it are served as without. With `turns` a model that has to go may stop before it has finished.
+    `on_gpus`: the memory is that of each GPU, and not this machine's; the engines of about `resting` models stay while
+    these sleep."""
 
     rules: ResidencyRules
     models: dict[str, WakeCosts]
     turns: TurnRules | None = None
-    hibernates: bool = False
     on_gpus: bool = False
     resting: int = 0
 

@@ -352,8 +352,6 @@ class UnitSpec(msgspec.Struct, frozen=True):
     # What steps of the models are predicted to cost, each at the shares that its engines can have; of models that are
     # left out nothing is known.
     costs: dict[str, list[EngineProfile]] = {}
-    # The directory for the memory of models that sleep; empty: it is given up, and they are loaded again.
-    hibernation: str = ""
     # Bytes of the host's memory for the weights of models that sleep, where these are served on GPUs.
     host_copies: int = 0
     # On GPUs: engines that stay while their models sleep; None: they end.

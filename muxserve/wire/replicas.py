@@ -225,11 +225,10 @@ class PrefetchModel(Message):
 
 
 class StopReplica(Message):
-    """The replica is drained: the controller ends it. `urgent`: requests for other models wait for its memory."""
+    """The replica is drained: the controller ends it."""
 
     model: str
     unit: str
-    urgent: bool = False
 
 
 class StartFailed(Message):

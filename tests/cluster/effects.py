@@ -7,6 +7,7 @@ from collections.abc import Callable
 from muxserve import wire
 from muxserve.cluster.effects import FleetEffects, UnitEffects
 from muxserve.cluster.events import Event
+from muxserve.cluster.processes import Process
 from muxserve.cluster.supervision import Part, PartEffects
 from muxserve.cluster.warm_link import WarmLink
 from muxserve.spec import FleetSpec, FollowedFleet
@@ -82,10 +83,10 @@ class FakeUnitEffects(FakeEffects, UnitEffects):
     def __init__(self) -> None:
         super().__init__()
         self.told: list[wire.Message] = []
-        self.model_parents: dict[str, int] = {}
+        self.model_parents: dict[str, Process] = {}
 
-    def on_model_parent(self, model: str, pid: int) -> None:
-        self.model_parents[model] = pid
+    def on_model_parent(self, model: str, process: Process) -> None:
+        self.model_parents[model] = process
 
     async def tell(self, message: wire.Message) -> None:
         self.told.append(message)

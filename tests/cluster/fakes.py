@@ -380,14 +380,6 @@ class Warm(Parent):
             pid = self.model_parents.pop(model, None)
             if pid is not None:
                 os.kill(pid, signal.SIGTERM)
-        elif operation in ("prefetch", "forget"):
-            pass  # the journal has it
-        elif operation == "hibernate":
-            self.load(model)
-            if told(self.run_dir, f"full-{model}"):
-                self.event("hibernates", model=model, error="the disk is full")
-            elif not told(self.run_dir, f"mute-{model}"):
-                self.event("hibernates", model=model, bytes=1 << 20)
 
     def load(self, model: str) -> None:
         """Have a process that stands for one that has loaded the model, if there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import cast
 
@@ -81,9 +82,14 @@ async def test_who_calls_the_memory_manager_may_have_to_wait_for_it(tmp_path: Pa
 async def test_what_the_warm_parent_says_reaches_the_unit(tmp_path: Path) -> None:
     for starts, effects in (cpu(tmp_path), gpu(gpu_unit_spec(tmp_path))):
         starts.on_progress(ENGINES[0], "compiling")
-        starts.on_model_parent("one", 17)
         assert effects.events == [Progress(ENGINES[0], "compiling")]
-        assert effects.model_parents == {"one": 17}
+
+
+async def test_a_process_that_loads_a_model_is_watched(tmp_path: Path) -> None:
+    starts, effects = cpu(tmp_path)
+    starts.on_model_parent("one", os.getpid())
+    assert effects.model_parents == starts.model_parents
+    assert starts.model_parents["one"].pid == os.getpid()
 
 
 class TestPatience:

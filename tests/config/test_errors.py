@@ -157,6 +157,7 @@ ONE = "models:\n  - name: one\n    path: a\n"
         (f"migration: maybe\n{ONE}", "fleet.yaml:1: migration: must be on, off, or a mapping"),
         (f"migration: {{source_below: 200}}\n{ONE}", "fleet.yaml:1: migration.source_below: is no longer a key; remove it"),
         (f"migration: {{models: on}}\n{ONE}", "fleet.yaml:1: migration.models: is no longer a key; remove it"),
+        (f"memory: {{hibernate: auto}}\n{ONE}", "fleet.yaml:1: memory.hibernate: is no longer a key; remove it: a model that is woken is loaded again"),
         (f"memory: {{decode_niceness: 3}}\n{ONE}", "fleet.yaml:1: memory.decode_niceness: is no longer a key; remove it"),
         (f"watchdog: maybe\n{ONE}", "fleet.yaml:1: watchdog: must be on or off, not 'maybe'"),
         (f"watchdog: {{suspect: 20s}}\n{ONE}", "fleet.yaml:1: watchdog: is on or off; a silent process gets no work after 3 s and is killed after 10 s"),

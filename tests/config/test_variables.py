@@ -27,7 +27,6 @@ def problems(text: str, local: bool = True, **environ: str) -> list[str]:
         (f"tenants: {{a: {{keys: ['env:${{KEY}}']}}}}\n{ONE}", "tenants.a.keys[0]"),
         ("models:\n  - name: one\n    path: ${KEY}/one\n", "models[0].path"),
         (f"gateway: {{tls: {{cert: '${{KEY}}', key: k}}}}\n{ONE}", "gateway.tls.cert"),
-        (f"memory: {{hibernate: '${{KEY}}'}}\n{ONE}", "memory.hibernate"),
         (f"{ONE}    engine_args: {{chat_template: '${{KEY}}/x'}}\n", "models[0].engine_args.chat_template"),
     ],
 )
@@ -44,19 +43,16 @@ def test_a_path_may_stand_in_a_variable(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "x/adapter_model.safetensors")
     text = """
 gateway: {usage_file: env:USAGE, api_keys: env:KEYS}
-memory: {hibernate: env:SLEEP}
 models:
   - {name: a, path: env:WEIGHTS, adapters: {x: env:ADAPTER}, engine_args: {tokenizer: env:WEIGHTS, hf_token: env:KEYS}}
 """
-    environ = {"USAGE": "u.sqlite", "KEYS": "k1,k2", "SLEEP": "/s", "WEIGHTS": "m", "ADAPTER": str(tmp_path / "x")}
+    environ = {"USAGE": "u.sqlite", "KEYS": "k1,k2", "WEIGHTS": "m", "ADAPTER": str(tmp_path / "x")}
     fleet = parse_fleet(text, "fleet.yaml", tmp_path, environ)
     (model,) = fleet.models
     assert (model.path, model.adapters) == (str(tmp_path / "m"), {"x": str(tmp_path / "x")})
     assert model.engine_args == {"tokenizer": "m", "hf_token": "k1,k2"}
     assert fleet.gateway.usage_file == str(tmp_path / "u.sqlite")
     assert fleet.gateway.keys == ["k1", "k2"]
-    assert fleet.memory is not None
-    assert fleet.memory.hibernate == "/s"
 
 
 def test_a_variable_that_is_not_set() -> None:

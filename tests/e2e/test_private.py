@@ -101,7 +101,7 @@ async def test_it_sleeps_and_wakes(tmp_path: Path, reference: dict[str, Any]) ->
         {"replicas": {"max": 1, "wake": 4 * PATIENCE}},
         {OWN: {"kv": "private"}},
         without=["atlas"],
-        memory={"limit": 1400 << 20, "min_residence": "200ms", "hibernate": "off"},
+        memory={"limit": 1400 << 20, "min_residence": "200ms"},
         kv_pool={"size": "64MiB"},
     )
     with running(path, start=preloaded.start) as deployed:

@@ -30,10 +30,10 @@ LIMIT = 1500 << 20
 PROMPT = "More models than memory"
 
 
-def declared_in(directory: Path, names: Sequence[str], limit: int, hibernate: str) -> Path:
-    """The file of a fleet of so many models, of which some have room."""
+def declared_in(directory: Path, names: Sequence[str]) -> Path:
+    """The file of a fleet of these models, of which some have room."""
     declared = {
-        "memory": {"limit": limit, "min_residence": "200ms", "hibernate": hibernate},
+        "memory": {"limit": LIMIT, "min_residence": "200ms"},
         "kv_pool": {"size": "32MiB"},
         "models": [
             {
@@ -56,8 +56,8 @@ def declared_in(directory: Path, names: Sequence[str], limit: int, hibernate: st
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    # What it has in memory is its own, as where one imports vLLM for itself. Each wake loads the model again.
-    with running(declared_in(tmp_path_factory.mktemp("residency"), NAMES, LIMIT, "off")) as deployed:
+    # What it has in memory is its own, as where one imports vLLM for itself.
+    with running(declared_in(tmp_path_factory.mktemp("residency"), NAMES)) as deployed:
         yield deployed
 
 
@@ -197,7 +197,7 @@ async def test_whoever_is_killed_during_a_wake_everybody_is_answered(
 
 def test_models_come_and_go(fleet: Fleet, said: dict[str, str], tmp_path: Path) -> None:
     """One that was added is woken when somebody asks for it, also when the unit has been started again since."""
-    declared = yaml.safe_load((declared_in(tmp_path, [*NAMES, "more"], LIMIT, "off")).read_text())
+    declared = yaml.safe_load((declared_in(tmp_path, [*NAMES, "more"])).read_text())
     file = tmp_path / "more.yaml"
     file.write_text(yaml.safe_dump({"models": declared["models"][-1:]}))
     wanted = tmp_path / "wanted.yaml"

@@ -598,7 +598,7 @@ def test_a_model_that_dies_is_awake_for_memory_and_sleeps_without_it() -> None:
     assert machine.state()["memory"]["models"]["a"]["residence"] == "awake"
     machine.say(G0, place("s", "b"))
     machine.wait(3.0)
-    assert StopReplica("a", "u0", urgent=True) in machine.heard(StopReplica)
+    assert StopReplica("a", "u0") in machine.heard(StopReplica)
 
 
 def test_each_unit_has_a_memory_of_its_own() -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
-import psutil
 import pytest
 
 from muxserve.config import Fleet, FleetError, parse_fleet
@@ -19,7 +16,6 @@ from muxserve.planning.specs.residency import (
     MODEL_BYTES,
     NoMemoryError,
     as_declared,
-    hibernation_of,
     residency_of,
     with_model,
     without_model,
@@ -97,33 +93,6 @@ def test_a_limit_that_is_too_small_is_refused_with_a_sum_that_adds_up_and_what_i
         planned(declared(f"{{limit: {enough - 5}MiB}}", "", ""))
 
 
-def test_sleeping_models_have_a_directory_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk, memory = tmp_path / "disk", tmp_path / "memory"
-    disk.mkdir()
-    memory.mkdir()
-    kinds = {"/": "ext4", str(tmp_path): "ext4", str(memory): "tmpfs"}
-    mounted = [SimpleNamespace(mountpoint=path, fstype=kind) for path, kind in kinds.items()]
-    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounted)
-
-    def given(hibernate: str) -> str:
-        return hibernation_of(declared(f"{{limit: 3GiB, hibernate: {hibernate}}}", ""))
-
-    assert given(str(disk)) == str(disk)
-    assert given("off") == ""
-    monkeypatch.setattr(tempfile, "tempdir", str(disk))
-    assert given("auto") == str(disk)
-    monkeypatch.setattr(tempfile, "tempdir", str(memory))
-    assert given("auto") == "/var/tmp"
-    mounted.append(SimpleNamespace(mountpoint="/var/tmp", fstype="ramfs"))
-    assert given("auto") == ""
-    with pytest.raises(FleetError, match=r"memory\.hibernate: .*/memory is in memory itself; name a directory"):
-        given(str(memory))
-    with pytest.raises(FleetError, match=r"memory\.hibernate: .*/none is no directory"):
-        given(str(tmp_path / "none"))
-    with pytest.raises(FleetError, match=r"memory\.hibernate: must be auto, off or a directory, not 3"):
-        given("3")
-
-
 def test_a_plan_file_and_memory_exclude_each_other() -> None:
     planner = FleetPlanner(declared("auto", ""), MACHINE, lambda: pytest.fail("no GPUs are asked for"))
     with pytest.raises(FleetError, match="decides at run time"):
@@ -138,7 +107,6 @@ def test_a_plan_file_and_memory_exclude_each_other() -> None:
             "memory: auto\ncluster: {nodes: [{gpu: A100, count: 1}]}",
             "cluster.nodes: `memory` decides over models of one",
         ),
-        ("memory: {hibernate: auto}\ncluster: {gpus: 1}", "memory.hibernate: is for models on a CPU"),
         ("memory: {host_copies: much}", 'memory.host_copies: must be auto, off or a size such as "64GiB", not'),
         ("memory: {turns: seldom}", "memory.turns: must be true, false or auto, not 'seldom'"),
         ("memory: auto\ncluster: {launcher: ray}", "cluster.launcher: `memory` decides"),

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
 from muxserve.costs.measured import TURN_SECONDS
 from muxserve.costs.profile import Overheads
-from muxserve.scheduling.residency import Residency
-from muxserve.scheduling.residency_types import Change, Residence, ResidencyRules, Sleep, Standing, WakeCosts, WakeRules
+from muxserve.scheduling.residency_types import ResidencyRules, WakeCosts, WakeRules
 from muxserve.scheduling.turns import TurnRules
 from muxserve.simulator import Options, SimResidency, WakeContention, simulate
 from muxserve.simulator.compute import fair_shares
@@ -241,36 +239,6 @@ def test_decoding_waits_for_wakes_where_it_gives_way_to_them() -> None:
     # It gets half of the core meanwhile, or a tenth of what the wake gets.
     assert ends(1.0)[0] - alone == pytest.approx(WAKE / 2, abs=0.05)
     assert ends(0.1)[0] - alone == pytest.approx(WAKE * (1 - 0.1 / 1.1), abs=0.05)
-
-
-class Ahead(Residency):
-    """Puts whatever is idle to sleep at once, as if memory were wanted for the next wake; or for somebody who waits."""
-
-    sleeps_ahead = True
-
-    def decide(self, now: float, fixed: int | None, standings: Iterable[Standing]) -> list[Change]:
-        every = list(standings)
-        changes = super().decide(now, fixed, every)
-        self.restless = True
-        decided = {change.model for change in changes}
-        idle = [each.model for each in every if each.residence is Residence.AWAKE and not each.running]
-        return [*changes, *(Sleep(name, "idle", self.sleeps_ahead) for name in idle if name not in decided)]
-
-
-@pytest.mark.parametrize(("ahead", "second"), [(True, 0.05), (False, WAKE)])
-def test_a_model_is_in_a_file_once_it_was_put_to_sleep_when_nobody_waited(ahead: bool, second: float) -> None:
-    costs = {name: WakeCosts(40, seconds=WAKE, ttft=2.0) for name in NAMES}
-    residency = SimResidency(ResidencyRules(200), costs, hibernated=dict.fromkeys(NAMES, 0.05))
-    world = SimulatedUnit(unit([profile(name) for name in NAMES], 1200, residency=residency), Analytic())
-    assert world.residents is not None
-    policy = world.residents.awake = Ahead(residency.rules, residency.models)
-    policy.sleeps_ahead = ahead
-    # While `b` runs somebody looks.
-    result = run(world, requests((0.0, "a", 40, 2), (0.0, "b", 40, 250), (1.8, "a", 40, 2)))
-    first, _, again = [(record.first_token or 0.0) - record.arrival for record in result.records]
-    assert first == pytest.approx(WAKE, abs=0.05)
-    assert again == pytest.approx(second, abs=0.05)
-    assert world.residents.models["a"].hibernated is ahead
 
 
 def test_turns_do_not_happen_where_all_have_room() -> None:

@@ -60,7 +60,7 @@ def test_parts_are_told_by_modules_that_exist() -> None:
 
 
 def test_parts_that_come_and_go_are_not_counted() -> None:
-    topology = TOPOLOGIES["sleeping"]
+    topology = TOPOLOGIES["loading"]
     found = [Part(kind, kind, psutil.Process()) for kind in ("engine", "engine", "model parent", "gateway")]
     assert how_many(found, topology.changing) == Counter(gateway=1)
     assert how_many(found, TOPOLOGIES["quickstart"].changing)["engine"] == 2

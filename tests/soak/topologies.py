@@ -58,15 +58,7 @@ TOPOLOGIES = {
         Topology("replicas", "replicas.yaml", ("arithmetic",), "arithmetic", units=4),
         Topology("rolling", "rolling.yaml", ("arithmetic",), "arithmetic", units=3),
         Topology("pipelined", "pipeline.yaml", ("arithmetic",), "arithmetic"),
-        # Two of the three have room.
-        Topology(
-            "sleeping",
-            "quickstart.yaml",
-            ("arithmetic", "atlas", "frontdesk"),
-            "frontdesk",
-            memory={"limit": "1700MiB", "min_residence": "500ms", "hibernate": "auto"},
-        ),
-        # The same, and each wake loads its model again.
+        # Two of the three have room, and each wake loads its model again.
         Topology(
             "loading",
             "quickstart.yaml",

@@ -4,15 +4,12 @@ and simulated. The memory is this machine's, or that of each of its GPUs."""
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import psutil
 
 from muxserve.cluster.machine import usable_memory
 from muxserve.config import AUTO, Fleet, FleetError, MemorySection, Model
@@ -58,16 +55,11 @@ TPOT_SECONDS = 0.1
 # How long a wake takes alone until one was measured: 0.40 s with next to no weights (benchmarks/results/startup.json),
 # and 0.75 s with 273 MiB in a fleet that serves (docs/residency.md, Simulated).
 WAKE_SECONDS, WAKE_BANDWIDTH = 0.4, (273 << 20) / (0.75 - 0.4)
-# The same of a model that sleeps in a file (benchmarks/results/wakes.json, 273 MiB, one at a time): engines are up
-# after 0.16 s, and the first token comes 0.19 s later than from weights that are in memory.
-HIBERNATED_SECONDS, HIBERNATED_BANDWIDTH = 0.16, (273 << 20) / 0.19
 # Until an idle model's memory is free, until that was measured; and how much longer than alone a wake takes for each
 # other wake or busy model per core (`scheduling.wake_times` learns its own).
 SLEEP_SECONDS, WAKE_DRAG = 0.3, 1.5
 # What a thread gets of a core that is contended, for each level that it is nicer than another (Linux, sched(7)).
 _WEIGHT_OF_A_LEVEL = 1 / 1.25
-# File systems that have no disk behind them.
-_IN_MEMORY = ("tmpfs", "ramfs")
 # More at a time would take memory that others wait for, and come up no sooner.
 MOST_WAKES = 4
 # The same of GPUs, where weights are copied by one process, and engines start meanwhile. Until one was measured a wake
@@ -99,7 +91,6 @@ def with_residency(unit: SimUnit, spec: ResidencySpec) -> SimUnit:
         tuple(awake),
         WakeContention() if spec.on_gpus else WakeContention(WAKE_DRAG, _WEIGHT_OF_A_LEVEL**DECODE_NICENESS),
         spec.turns,
-        hibernated={name: hibernated_seconds(each) for name, each in spec.models.items()} if spec.hibernates else {},
         resting=spec.resting,
         started_seconds=GPU_WAKE_SECONDS - GPU_RESTED_SECONDS if spec.on_gpus else 0.0,
     )
@@ -154,12 +145,6 @@ def wake_seconds(weights: int) -> float:
     return WAKE_SECONDS + weights / WAKE_BANDWIDTH
 
 
-def hibernated_seconds(costs: WakeCosts) -> float:
-    """How long it takes from a wake of a model in a file until its weights are there, as far as was measured."""
-    weights = max(0.0, costs.seconds - WAKE_SECONDS) * WAKE_BANDWIDTH
-    return HIBERNATED_SECONDS + weights / HIBERNATED_BANDWIDTH
-
-
 def load_bytes(model: Model, architecture: ModelArchitecture, dtype: str) -> int:
     """Bytes that loading the model takes besides its weights: what is mapped of its files meanwhile."""
     weights = architecture.weight_bytes(dtype)
@@ -170,29 +155,6 @@ def load_bytes(model: Model, architecture: ModelArchitecture, dtype: str) -> int
     return min(weights, MAPPED_BYTES + ITEM_BYTES[dtype] * architecture.vocab * architecture.hidden)
 
 
-def hibernation_of(fleet: Fleet) -> str:
-    """The directory for the memory of models that sleep; empty where they are loaded again.
-
-    Raises:
-        FleetError: the file names one that is no directory, or that is in memory itself.
-    """
-    if fleet.memory is None or fleet.memory.hibernate == "off":
-        return ""
-    if fleet.memory.hibernate == AUTO:
-        candidates = [Path(tempfile.gettempdir()), Path("/var/tmp")]
-        return next((str(path) for path in candidates if path.is_dir() and not _in_memory(path)), "")
-    path = Path(fleet.memory.hibernate)
-    if not path.is_dir():
-        problem = f"{path} is no directory"
-    elif not os.access(path, os.W_OK | os.X_OK):
-        problem = f"{path} cannot be written to"
-    elif _in_memory(path):
-        problem = f"{path} is in memory itself; name a directory on a disk, or `off`"
-    else:
-        return str(path)
-    raise FleetError([fleet.problem(("memory", "hibernate"), problem)])
-
-
 def host_copies_of(plan: ResolvedUnit) -> int:
     """Bytes of the host's memory for the weights of models that sleep, of a unit on GPUs; 0 elsewhere."""
     memory = plan.fleet.memory
@@ -200,12 +162,6 @@ def host_copies_of(plan: ResolvedUnit) -> int:
         return 0
     whole = memory.host_copies
     return (whole if isinstance(whole, int) else int(HOST_COPIES_PART * plan.machine.memory_bytes)) // plan.units
-
-
-def _in_memory(path: Path) -> bool:
-    mounted = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
-    path = path.resolve()
-    return next((mounted[each] for each in (path, *path.parents) if each in mounted), "") in _IN_MEMORY
 
 
 def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) -> dict[str, ResidencySpec]:
@@ -244,12 +200,11 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
             f"{_mib(math.ceil(needed / (1 - HEADROOM)))}, or a smaller kv_pool.size"
         )
         raise FleetError([fleet.problem(("memory", "limit"), message)])
-    hibernates = bool(hibernation_of(fleet))
     rules = ResidencyRules(
         most,
         min_residence=fleet.memory.min_residence,
         # Loading is work of one core.
-        wakes=WakeRules(max(1, min(machine.cores, MOST_WAKES)), max(1, machine.cores), hibernates),
+        wakes=WakeRules(max(1, min(machine.cores, MOST_WAKES)), max(1, machine.cores)),
         sleep_seconds=SLEEP_SECONDS,
         fixed=fixed,
         fixed_margin=FIXED_MARGIN,
@@ -257,7 +212,7 @@ def residency_of(fleet: Fleet, plans: Sequence[ResolvedUnit], machine: Machine) 
         # The limit is what the user wants; beyond this the kernel ends processes.
         ceiling=max(most, usable_memory()),
     )
-    spec = ResidencySpec(rules, sleeping, None, hibernates)
+    spec = ResidencySpec(rules, sleeping)
     return {plans[0].name: msgspec.structs.replace(spec, turns=_turns(spec, fleet.memory))}
 
 

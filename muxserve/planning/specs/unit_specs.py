@@ -26,7 +26,7 @@ from muxserve.gpu.nvml import device_name
 from muxserve.gpu.unit import GpuUnit
 from muxserve.planning.candidates.device_pool import CPU
 from muxserve.planning.demand.demands import CPU_BATCH, batch_of
-from muxserve.planning.specs.residency import hibernation_of, host_copies_of
+from muxserve.planning.specs.residency import host_copies_of
 from muxserve.planning.specs.unit_plan import ResolvedUnit
 from muxserve.replicas.migration import MigrationRules
 from muxserve.replicas.priorities import Level
@@ -93,7 +93,6 @@ def unit_spec_of(plan: ResolvedUnit, run_dir: str) -> UnitSpec:
         migration=migration_of(plan.fleet) or MigrationRules(),
         levels=levels_of(plan.fleet),
         watchdog=watchdog_of(plan.fleet),
-        hibernation=hibernation_of(plan.fleet),
         host_copies=host_copies_of(plan),
         resting=plan.gpu.resting_room if plan.gpu is not None else None,
         decode_gives_way=plan.fleet.memory is not None and plan.gpu is None,
@@ -214,8 +213,6 @@ def pretended(unit_spec: UnitSpec, gpu: GpuUnit | None, simulated: SimulatedSpec
     reads what is in it. One on GPUs pretends to have them: it runs on the CPU, with as many pages as on each GPU, which
     take no memory to speak of."""
     simulated = msgspec.structs.replace(simulated, ranks=unit_spec.ranks)
-    # There are no weights to keep.
-    unit_spec = msgspec.structs.replace(unit_spec, hibernation="")
     if gpu is None:
         return msgspec.structs.replace(unit_spec, ranks=1, simulated=simulated)
     # A chunk has the pages that it has on a GPU.
