@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
 
@@ -14,7 +13,7 @@ import pytest
 
 from muxserve.gateway.http import body
 from muxserve.gateway.http.app import GatewayApp
-from muxserve.gateway.http.errors import App, Message, Receive, RequestError, Scope, Send
+from muxserve.gateway.http.errors import App, Message, Receive, Scope, Send
 from muxserve.gateway.http.own_paths import OwnPaths
 from muxserve.gateway.http.served_app import ServedApp
 from muxserve.gateway.limits.admission import ApiKeys
@@ -115,27 +114,6 @@ async def test_a_page_of_a_model_needs_no_key_and_all_else_below_it_does() -> No
     assert (await ask(served, "/models/other/metrics", b"", "GET")).status == 404
     for path in ("/models/m/v1/models", "/models/m/", "/models/m/health", "/metrics"):
         assert (await ask(served, path, b"", "GET")).status == 401
-
-
-@pytest.mark.parametrize("failure", [ZeroDivisionError(), RequestError(HTTPStatus.BAD_REQUEST, "too late")])
-async def test_an_answer_that_has_begun_is_broken_off(failure: Exception) -> None:
-    """A second answer behind its beginning would be none."""
-    sent: list[str] = []
-
-    async def half(scope: Scope, receive: Receive, send: Send) -> None:
-        await send(dict(BEGIN))
-        raise failure
-
-    async def send(message: Message) -> None:
-        sent.append(message["type"])
-
-    async def receive() -> Message:
-        return {"type": "http.request", "body": b'{"model": "m"}', "more_body": False}
-
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-    with pytest.raises(type(failure)):
-        await endpoint(half)(scope, receive, send)
-    assert sent == ["http.response.start"]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/models/m/v1/completions"])

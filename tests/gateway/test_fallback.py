@@ -188,6 +188,7 @@ class Elsewhere:
         self.events: list[bytes] = []
         self.gone = asyncio.Event()
         self.endless = False
+        self.breaks_off, self.cut = False, asyncio.Event()
         self.url = ""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -195,18 +196,31 @@ class Elsewhere:
         self.asked.append((request.headers.get("Authorization"), body))
         if not body.get("stream"):
             said = {"usage": {"prompt_tokens": 7, "completion_tokens": 3}, "by": "elsewhere"}
+            if self.breaks_off:
+                half = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "100"})
+                await half.prepare(request)
+                await half.write(b'{"by": ')
+                return await self._cut(request, half)
             return web.json_response(said, status=self.status)
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
         try:
             for event in self.events:
                 await answer.write(event)
+            if self.breaks_off:
+                return await self._cut(request, answer)
             while self.endless:
                 await answer.write(b"data: more\n\n")
                 await asyncio.sleep(0.01)
         except (ConnectionError, asyncio.CancelledError):
             self.gone.set()
             raise
+        return answer
+
+    async def _cut(self, request: web.Request, answer: web.StreamResponse) -> web.StreamResponse:
+        await self.cut.wait()
+        assert request.transport is not None
+        request.transport.close()
         return answer
 
 
@@ -298,3 +312,37 @@ async def test_a_client_that_goes_ends_the_stream_there(tmp_path: Path, elsewher
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
     await endpoint.app(scope, receive, send)
     await elsewhere.gone.wait()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_endpoint_that_breaks_off_before_its_first_event_has_not_answered(
+    tmp_path: Path, elsewhere: Elsewhere, stream: bool
+) -> None:
+    elsewhere.breaks_off = True
+    elsewhere.cut.set()
+    answer = await beyond(tmp_path, elsewhere).ask(stream=stream)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "it cannot start")
+
+
+async def test_a_stream_of_an_endpoint_that_breaks_off_ends_with_an_error(tmp_path: Path, elsewhere: Elsewhere) -> None:
+    elsewhere.events, elsewhere.breaks_off = [b'data: {"choices": [1]}\n\n'], True
+    body, got = json.dumps({"model": "a", "messages": [], "stream": True}).encode(), b""
+    unread = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        return unread.pop() if unread else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        nonlocal got
+        if message.get("body"):
+            got += message["body"]
+            elsewhere.cut.set()
+
+    headers = [(b"authorization", f"Bearer {OPERATOR}".encode())]
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
+    await beyond(tmp_path, elsewhere).app(scope, receive, send)
+    first, error, done = got.decode().removesuffix("\n\n").split("\n\n")
+    assert (first, done) == ('data: {"choices": [1]}', "data: [DONE]")
+    said = json.loads(error.removeprefix("data: "))["error"]
+    assert said["code"] == 502
+    assert f"{elsewhere.url} big broke off its answer" in said["message"]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
+from http import HTTPStatus
 
-from muxserve.gateway.http.errors import App, Message, Scope
+from muxserve.gateway.http.errors import App, Message, RequestError, Scope
 from muxserve.gateway.http.http_request import BATCH, BatchCaller
+
+log = logging.getLogger(__name__)
 
 # What a request may take to end after its client is gone.
 LEAVE_SECONDS = 5.0
@@ -65,6 +69,11 @@ async def ask(app: App, caller: BatchCaller, path: str, body: bytes) -> WholeAns
         await asyncio.wait((request,), timeout=LEAVE_SECONDS)
         request.cancel()
         raise
+    except Exception:
+        # An answer that broke off is no answer, as to a client whose connection is cut.
+        log.exception("the answer to a request of a batch at %s broke off", path)
+        failure = RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, "the answer broke off; the server's log says how")
+        return WholeAnswer(failure.status, "", failure.body())
     return _answer(messages)
 
 

@@ -41,6 +41,11 @@ def error_body(status: int, message: str) -> bytes:
     return msgspec.json.encode({"type": "error", "error": {"type": type_of(status), "message": message}})
 
 
+def error_event(status: int, message: str) -> bytes:
+    """An error as the last event of a stream."""
+    return _EVENT + error_body(status, message) + b"\n\n"
+
+
 class AnthropicErrors:
     """ASGI's `send`, which gives every answer that is an error this shape."""
 
@@ -98,7 +103,7 @@ def keep_reasons(messages: Any) -> None:
             yield event
         for chunk in failed:
             error = streamed_error(chunk.encode())["error"]
-            yield (_EVENT + error_body(int(error["code"]), str(error["message"])) + b"\n\n").decode()
+            yield error_event(int(error["code"]), str(error["message"])).decode()
 
     messages.message_stream_converter = convert
 

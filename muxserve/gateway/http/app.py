@@ -70,6 +70,7 @@ from muxserve.gateway.http.fallback import (
     relay,
 )
 from muxserve.gateway.http.http_request import BATCH, HttpRequest, current_http
+from muxserve.gateway.http.late_errors import AnswerProgress
 from muxserve.gateway.http.own_paths import OwnPaths, app_at
 from muxserve.gateway.http.peers import ask_other_fleet, is_from_client
 from muxserve.gateway.http.responses import PATH as RESPONSES
@@ -193,14 +194,14 @@ class GatewayApp:
         finally:
             if http.trace is not None:
                 tenant = http.tenant.name if http.tenant is not None else ""
-                http.trace.finish(http.model, tenant, answer.status, time.monotonic())
+                http.trace.finish(http.model, tenant, answer.progress.status, time.monotonic())
             if self._settings.http.access_log:
                 host, port = scope.get("client") or ("-", 0)
                 took = time.monotonic() - http.arrival
                 access.info(
                     "%s:%s %s %s tenant=%s model=%s status=%s seconds=%.3f request=%s served_as=%s",
                     *(host, port, scope["method"], scope["path"], http.owner or "-", http.model or "-"),
-                    *(answer.status or "-", took, http.request_id, http.group or "-"),
+                    *(answer.progress.status or "-", took, http.request_id, http.group or "-"),
                     extra=of_request(http.group),
                 )
 
@@ -211,12 +212,17 @@ class GatewayApp:
         except ClientGoneError:
             pass
         except Exception as error:
-            if answer.begun:  # a second answer would be none: the server's to break off
-                raise
+            _, path = self._divided(scope)
+            refused = _refused(error)
+            last_event = answer.progress.last_event(path, refused)
+            if answer.begun and not answer.progress.complete and last_event is None:
+                raise  # the server logs it and cuts the connection
             if not isinstance(error, RequestError):
                 log.exception("%s %s failed", scope["method"], scope["path"])
-                error = RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server failed; its log says how")
-            await respond_error(send, error)
+            if not answer.begun:
+                await respond_error(send, refused)
+            elif not answer.progress.complete:
+                await answer({"type": "http.response.body", "body": last_event})
 
     async def _route(self, scope: Scope, receive: Receive, send: Send, http: HttpRequest) -> None:
         name, path = self._divided(scope)
@@ -593,22 +599,21 @@ class _Answer:
     """ASGI's `send`, which knows whether the answer has begun, tells a client when to come back if that is known by
     then, and ends its connection when the server drains."""
 
-    __slots__ = ("_endpoint", "_http", "_send", "status")
+    __slots__ = ("_endpoint", "_http", "_send", "progress")
 
     def __init__(self, send: Send, http: HttpRequest, endpoint: GatewayApp) -> None:
         self._send = send
         self._http = http
         self._endpoint = endpoint
-        self.status = 0
+        self.progress = AnswerProgress()
 
     @property
     def begun(self) -> bool:
         """Whether the client has been sent something."""
-        return self.status != 0
+        return self.progress.status != 0
 
     async def __call__(self, message: Message) -> None:
         if not self.begun and message["type"] == "http.response.start":
-            self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), (REQUEST_ID, self._http.request_id.encode())]
             after = self._http.retry_after
             if after is not None:
@@ -620,7 +625,20 @@ class _Answer:
                 message["headers"] = [*message.get("headers", ()), *self._http.tenant.allowance.headers()]
             if (self._endpoint.draining or self._endpoint.crowded()) and CLOSE not in message.get("headers", ()):
                 message["headers"] = [*message.get("headers", ()), CLOSE]
+        self.progress.sent(message)
         await self._send(message)
+
+
+def _refused(error: Exception) -> RequestError:
+    """What a client is told of `error`."""
+    # Starlette raises another error in its place where the answer has begun.
+    for each in (error, error.__cause__):
+        if isinstance(each, RequestError):
+            return each
+        status = getattr(each, "http_status", None)  # of vLLM's errors that are meant for clients
+        if isinstance(status, HTTPStatus):
+            return RequestError(status, str(each))
+    return RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, "the server failed; its log says how")
 
 
 def _request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:

@@ -10,9 +10,7 @@ import asyncio
 import msgspec
 
 from muxserve.gateway.http.anthropic_errors import early_error
-from muxserve.gateway.http.errors import STREAMED_ERROR, Message, Send, respond, streamed_error
-
-_STREAM = b"text/event-stream"
+from muxserve.gateway.http.errors import STREAMED_ERROR, Message, Send, is_event_stream, respond, streamed_error
 
 
 class EarlyErrors:
@@ -55,7 +53,7 @@ class EarlyErrors:
     async def _pass_on(self, message: Message) -> None:
         if self._done:
             return
-        if message["type"] == "http.response.start" and _is_stream(message):
+        if message["type"] == "http.response.start" and is_event_stream(message):
             self._start = message
             return
         if self._start is not None:
@@ -71,12 +69,6 @@ class EarlyErrors:
         if message.get("body") or not message.get("more_body"):
             self._commented = False
         await self._send(message)
-
-
-def _is_stream(start: Message) -> bool:
-    return start["status"] == 200 and any(
-        name.lower() == b"content-type" and value.startswith(_STREAM) for name, value in start.get("headers", ())
-    )
 
 
 def _error(message: Message) -> tuple[int, bytes] | None:

@@ -18,6 +18,7 @@ Header = tuple[bytes, bytes]
 Page = Callable[[Scope, Send], Awaitable[None]]
 
 JSON = b"application/json"
+_EVENT_STREAM = b"text/event-stream"
 # How vLLM's streams of server-sent events begin an error.
 STREAMED_ERROR = b'data: {"error"'
 # The connection ends with the answer.
@@ -105,6 +106,13 @@ async def respond_json(send: Send, content: object, status: int = 200) -> None:
 async def respond_error(send: Send, error: RequestError) -> None:
     """Send an error."""
     await respond(send, error.status, error.body(), headers=error.headers)
+
+
+def is_event_stream(start: Message) -> bool:
+    """Whether an answer that begins with `start` is a stream of server-sent events."""
+    return start["status"] == HTTPStatus.OK and any(
+        name.lower() == b"content-type" and value.startswith(_EVENT_STREAM) for name, value in start.get("headers", ())
+    )
 
 
 def streamed_error(event: bytes) -> Any:

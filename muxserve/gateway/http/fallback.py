@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 
 from muxserve.gateway.http.body import BodyReplay, ClientGoneError
-from muxserve.gateway.http.errors import Message, Send
+from muxserve.gateway.http.errors import Message, RequestError, Send
 from muxserve.gateway.usage.usage_log import Used
 from muxserve.spec import FallbackSpec
 
@@ -92,6 +92,7 @@ async def relay(endpoint: FallbackSpec, path: str, body: bytes, replay: BodyRepl
 
     Raises:
         FallbackError: it does not answer; nothing was sent to the client.
+        RequestError: it breaks its answer off, of which the client has a part (502).
         ClientGoneError: the client has closed the connection.
     """
     asked = {**json.loads(body), "model": endpoint.model}
@@ -111,20 +112,24 @@ async def relay(endpoint: FallbackSpec, path: str, body: bytes, replay: BodyRepl
                 if answer.status in _NO_ANSWERS:
                     raise FallbackError(f"{endpoint.words} answered {answer.status}")
                 kind = answer.headers.get("content-type", "application/json")
-                begun = True
-                start = {"type": "http.response.start", "status": answer.status}
-                await send({**start, "headers": [(b"content-type", kind.encode("latin-1"))]})
                 used = Used()
                 parts = _events(answer, used, hidden) if kind.startswith("text/event-stream") else _whole(answer, used)
                 iterator = aiter(parts)
-                while (part := await _or_gone(anext(iterator, None), gone)) is not None:
+                # An endpoint that breaks off before its first event, or within a whole answer, has not answered.
+                part = await _or_gone(anext(iterator, None), gone)
+                begun = True
+                start = {"type": "http.response.start", "status": answer.status}
+                await send({**start, "headers": [(b"content-type", kind.encode("latin-1"))]})
+                while part is not None:
                     await send({"type": "http.response.body", "body": part, "more_body": True})
+                    part = await _or_gone(anext(iterator, None), gone)
                 await send({"type": "http.response.body", "body": b""})
                 return used
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        why = str(error) or type(error).__name__
         if begun:
-            raise
-        raise FallbackError(f"{endpoint.words} did not answer: {error or type(error).__name__}") from None
+            raise RequestError(HTTPStatus.BAD_GATEWAY, f"{endpoint.words} broke off its answer: {why}") from error
+        raise FallbackError(f"{endpoint.words} did not answer: {why}") from None
 
 
 async def _or_gone(doing: Any, gone: asyncio.Future[Message]) -> Any:

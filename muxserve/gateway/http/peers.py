@@ -74,6 +74,7 @@ async def ask_other_fleet(
 
     Raises:
         ClientGoneError: the client did not wait for the end.
+        RequestError: it breaks its answer off (502).
     """
     headers = [
         *((n.decode("latin-1"), v.decode("latin-1")) for n, v in scope["headers"] if n not in _OF_CONNECTION),
@@ -108,6 +109,7 @@ async def _pass_on(path: str, headers: Sequence[tuple[str, str]], body: bytes, s
     """Let the gateway at the Unix socket `path` answer.
 
     Raises:
+        RequestError: it breaks its answer off (502).
         _UnreachableError: it does not.
     """
     url = f"http://gateway{quote(scope['path'])}?{scope.get('query_string', b'').decode('latin-1')}"
@@ -133,7 +135,8 @@ async def _pass_on(path: str, headers: Sequence[tuple[str, str]], body: bytes, s
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         log.info("another gateway did not answer %s: %r", url, error)
         if begun:
-            raise
+            message = "the gateway of this server that answered broke off; ask again"
+            raise RequestError(HTTPStatus.BAD_GATEWAY, message) from error
         raise _UnreachableError from None
 
 
@@ -160,7 +163,7 @@ class OtherGateways:
         """Let gateway `index` answer a request that has no body.
 
         Raises:
-            RequestError: it does not (503).
+            RequestError: it does not (503), or breaks its answer off (502).
         """
         headers = [(n.decode("latin-1"), v.decode("latin-1")) for n, v in scope["headers"] if n in _RELAYED]
         try:
