@@ -9,8 +9,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -33,6 +34,7 @@ from muxserve.cluster.watch import Watch
 from muxserve.config import Fleet
 from muxserve.control.previous import PreviousFleet
 from muxserve.control.server import ControlServer
+from muxserve.control.tries import FileTries, Followed
 from muxserve.control.watch import FileWatch
 from muxserve.net.exit_codes import ExitCode
 from muxserve.net.logs import keep_bounded
@@ -48,6 +50,8 @@ _WEIGH_SECONDS, _WEIGH_PART, _WEIGH_MOST = 2.0, 20.0, 5.0
 _LOOK_SECONDS = 1.0
 # Kinds of the processes that belong to no unit.
 _OWN = ("vllm", "gateway", "scheduler")
+
+_Result = TypeVar("_Result")
 
 EXIT_OK, EXIT_START, EXIT_FORCED = ExitCode.DONE, ExitCode.NOT_DONE, ExitCode.INTERRUPTED
 
@@ -100,7 +104,7 @@ class Controller:
         self._control = control(self.changes) if control is not None else None
         self._scheduler: AsyncPeer | None = None
         self._tasks: dict[PartId, asyncio.Task[None]] = {}
-        self._others: set[asyncio.Task[None]] = set()
+        self._others: set[asyncio.Task[Any]] = set()
         self._failure: asyncio.Future[None] | None = None
         # A new global scheduler wants to know at once what is taken.
         self._weigh_now = asyncio.Event()
@@ -126,19 +130,32 @@ class Controller:
             self.units.kill()
 
     async def follow(self, file: Path, watch: FileWatch, told: Callable[[str], None]) -> None:
-        """Become what `file` says whenever `watch` sees that it has changed, until the fleet ends."""
+        """Become what `file` says whenever `watch` sees that it has changed, until the fleet ends; again and again
+        while something beside the file is in the way."""
+        tries, now = FileTries(), asyncio.get_running_loop().time
         await self.ready.wait()
         while not self._stopping.is_set():
             await asyncio.sleep(_LOOK_SECONDS)
             if await asyncio.to_thread(watch.changed):
-                self.reload(file, told)
+                tries.changed(now())
+            elif not self.fleet.unfollowed:  # a user's command has seen to it
+                tries.forget()
+            if tries.begin(now()) and (reload := self.reload(file, told)) is not None:
+                await asyncio.wait((reload,))
+                if reload.cancelled():
+                    return
+                pause = tries.ended(reload.result(), now())
+                if pause is not None:
+                    told(f"{file} is tried again in {pause:g} s")
+                    at = datetime.now().astimezone() + timedelta(seconds=pause)
+                    self.changes.unfollowed(f"{self.fleet.unfollowed}\n{file} is tried again at {at:%H:%M:%S %Z}")
 
-    def reload(self, file: Path, told: Callable[[str], None]) -> None:
-        """Become what `file` says now; `told` hears what is done for that."""
+    def reload(self, file: Path, told: Callable[[str], None]) -> asyncio.Task[Followed] | None:
+        """Become what `file` says now; `told` hears what is done for that. None: the fleet is not ready for it."""
         if self._control is not None and self.ready.is_set() and not self._stopping.is_set():
-            self._spawn(self._control.reload(file, told))
-        else:
-            told(f"{file} is not followed: the fleet is being started or stopped")
+            return self._spawn(self._control.reload(file, told))
+        told(f"{file} is not followed: the fleet is being started or stopped")
+        return None
 
     # ------------------------------------------------------------ life
 
@@ -247,16 +264,17 @@ class Controller:
         task = self._tasks[part.id] = asyncio.create_task(self._supervisor.keep(part))
         task.add_done_callback(self._kept)
 
-    def _kept(self, task: asyncio.Task[None]) -> None:
+    def _kept(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled():
             self.failed(task.exception() or RuntimeError("a part is not kept alive any more"))
 
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+    def _spawn(self, work: Coroutine[object, object, _Result]) -> asyncio.Task[_Result]:
         """Do something beside; its failure is the fleet's."""
         task = asyncio.create_task(work)
         self._others.add(task)
         task.add_done_callback(self._others.discard)
         task.add_done_callback(lambda ended: None if ended.cancelled() or not ended.exception() else self._kept(ended))
+        return task
 
     # ------------------------------------------------------------ changes
 

@@ -415,7 +415,7 @@ def _adapters(source: Source, at: KeyPath, adapters: Mapping[object, object], ba
             try:
                 rank_of(_directory(base, path))
             except (AdapterError, ValueError) as error:
-                yield source.problem((*at, str(name)), str(error))
+                yield source.problem((*at, str(name)), str(error), beside=True)
 
 
 def _origin(
@@ -457,27 +457,27 @@ def _origin(
         pass  # the check below reports it
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        yield source.problem(where, f"{shown(path)} cannot be read: {reason}")
+        yield source.problem(where, f"{shown(path)} cannot be read: {reason}", beside=True)
         return
     if not directory.exists():
         like_hub_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) and not directory.parent.is_dir()
         hint = f"; if it is a hub id, write `hub: {path}`" if like_hub_id else ""
-        yield source.problem(where, f"{directory} does not exist{hint}")
+        yield source.problem(where, f"{directory} does not exist{hint}", beside=True)
     elif not directory.is_dir():
         foreign = next((words for pattern, words in _FOREIGN_WEIGHTS.items() if directory.match(pattern)), None)
         hint = f", one of {foreign}" if foreign else "; give the directory that holds config.json"
-        yield source.problem(where, f"{directory} is a file{hint}")
+        yield source.problem(where, f"{directory} is a file{hint}", beside=True)
     elif serving and load_format is None and _foreign(directory) and (lacking := lacks_weights(directory)):
-        yield source.problem(where, f"{directory} {lacking}")
+        yield source.problem(where, f"{directory} {lacking}", beside=True)
     elif not (directory / "config.json").is_file():
-        yield source.problem(where, f"{directory} has no config.json; is it a Hugging Face checkpoint?")
+        yield source.problem(where, f"{directory} has no config.json; is it a Hugging Face checkpoint?", beside=True)
     elif serving and load_format != "dummy" and not _has(directory, WEIGHT_FILES):
-        yield source.problem(where, f"{directory} {lacks_weights(directory)}")
+        yield source.problem(where, f"{directory} {lacks_weights(directory)}", beside=True)
     elif serving:
         try:
             check_directory(directory, args)
         except CheckpointError as error:
-            yield source.problem(where, str(error))
+            yield source.problem(where, str(error), beside=True)
 
 
 def lacks_weights(directory: Path) -> str:

@@ -13,12 +13,14 @@ _MOST_CHARACTERS = 80
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake. `line` is 1-based; None when the mistake has no place in the file."""
+    """One mistake. `line` is 1-based; None when the mistake has no place in the file. `beside`: it is one of another
+    file that this one names, such as a checkpoint, and may be gone although this file stays as it is."""
 
     message: str
     file: str
     line: int | None = None
     path: KeyPath = ()
+    beside: bool = False
 
     def __str__(self) -> str:
         place = self.file if self.line is None else f"{self.file}:{self.line}"
@@ -37,6 +39,11 @@ class FleetError(Exception):
         if more := len(ordered) - len(self.problems):
             self.problems.append(Problem(f"{more:,} mistakes more", ordered[-1].file))
         super().__init__("\n".join(map(str, self.problems)))
+
+    @property
+    def beside(self) -> bool:
+        """Whether all mistakes are of files that this one names."""
+        return all(problem.beside for problem in self.problems)
 
 
 def format_path(path: KeyPath) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,10 +43,11 @@ class Source:
                 return found._replace(path=(*found.path, *path[end:]))
         return None
 
-    def problem(self, path: KeyPath, message: str) -> Problem:
-        """A problem at `path`."""
+    def problem(self, path: KeyPath, message: str, beside: bool = False) -> Problem:
+        """A problem at `path`; `beside` as in `Problem`."""
         place = self.place(path)
-        return Problem(message, *place) if place else Problem(message, self.file, None, path)
+        found = Problem(message, *place) if place else Problem(message, self.file, None, path)
+        return replace(found, beside=beside)
 
     def where(self, path: KeyPath) -> str:
         """File and line of `path`."""

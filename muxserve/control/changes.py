@@ -24,6 +24,10 @@ class WrongCommandError(ChangeError):
     """The command itself is wrong: it names what the fleet does not have, or has a file with mistakes."""
 
 
+class MissingFileError(WrongCommandError):
+    """The file of the command names others, such as checkpoints, that are not there or not whole."""
+
+
 class FleetControl(Protocol):
     """A running fleet that can be changed.
 

@@ -17,7 +17,7 @@ from muxserve.config.problems import did_you_mean
 from muxserve.config.schema import MOST_SERVED
 from muxserve.config.source import is_extension
 from muxserve.config.values import ALIAS_PATTERN
-from muxserve.control.changes import ChangeError, WrongCommandError
+from muxserve.control.changes import ChangeError, MissingFileError, WrongCommandError
 from muxserve.spec import FleetSpec, public_name
 from placement.format import enumerate_words
 
@@ -188,7 +188,7 @@ def check_apply(text: str, file: str, base: str, environ: Mapping[str, str], loc
     try:
         return parse_fleet(text, file, Path(base), environ, local=local)
     except FleetError as error:
-        raise WrongCommandError(str(error)) from None
+        raise (MissingFileError if error.beside else WrongCommandError)(str(error)) from None
 
 
 def _taken(fleet: FleetSpec) -> set[str]:

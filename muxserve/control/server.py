@@ -17,7 +17,15 @@ from muxserve.config import Fleet, FleetError
 from muxserve.config.source import read_text
 from muxserve.control import messages, rules
 from muxserve.control.apply import ChangePlan, plan_changes
-from muxserve.control.changes import ChangeError, FleetControl, NoRoomError, Tell, WrongCommandError
+from muxserve.control.changes import (
+    ChangeError,
+    FleetControl,
+    MissingFileError,
+    NoRoomError,
+    Tell,
+    WrongCommandError,
+)
+from muxserve.control.tries import Followed
 from muxserve.net.sockets import bind_local
 from muxserve.spec import FleetSpec, UnitEntry, public_name
 from placement.format import enumerate_words
@@ -136,7 +144,7 @@ class ControlServer:
                     await self._control.add(declared, tell, unit)
                     return messages.Done(f"{name} is served{_where(self._control.fleet, name)}")
                 case messages.Apply():
-                    done = await self._apply(command, tell)
+                    done, _ = await self._apply(command, tell)
                     if not command.dry_run:
                         self._control.unfollowed("\n".join(done.left))
                     return done
@@ -161,9 +169,9 @@ class ControlServer:
                     await self._control.remove(model, tell)
                     return messages.Done(f"{model} is served no longer")
 
-    async def _apply(self, command: messages.Apply, tell: Tell) -> messages.Done:
+    async def _apply(self, command: messages.Apply, tell: Tell) -> tuple[messages.Done, Followed]:
         """Settings first, which cannot fail for want of room; then what frees something, then what takes it. What has
-        been done stays: another try goes on from there."""
+        been done stays: another try goes on from there. Versions without room are left, and have failed."""
         control, base = self._control, command.base or self._base
         environ = os.environ if command.environ is None else command.environ
         wanted = await asyncio.to_thread(
@@ -176,9 +184,9 @@ class ControlServer:
             await self._look_for_room(plan, wanted.with_models([wanted.model(name)]), command.in_place, tell)
         lines, left = plan.lines(), plan.left()
         if command.dry_run:
-            return messages.Done("\n".join([*lines, *left]) or SAME, left)
+            return messages.Done("\n".join([*lines, *left]) or SAME, left), Followed.DONE
         if not lines and not left:
-            return messages.Done(SAME)
+            return messages.Done(SAME), Followed.DONE
         for line in [*lines, *left]:
             tell(line)
         if plan.settings:
@@ -204,7 +212,7 @@ class ControlServer:
             await control.remove(last, tell)
         parts = [f"{_changes(len(lines))} made"] if lines else []
         parts += [f"{_changes(len(left))} marked ! not made"] if left else []
-        return messages.Done("; ".join(parts), left)
+        return messages.Done("; ".join(parts), left), Followed.FAILED if plan.refused else Followed.DONE
 
     async def _look_for_room(self, plan: ChangePlan, model: Fleet, in_place: bool, tell: Tell) -> None:
         """Whether there is room for another version of a model beside the one that serves; only where there is none is
@@ -232,23 +240,27 @@ class ControlServer:
             tell(f"no room for both versions: {error}")
             await self._control.replace(model, tell, in_place=True)
 
-    async def reload(self, file: Path, told: Tell) -> None:
+    async def reload(self, file: Path, told: Tell) -> Followed:
         """Have the fleet become what `file` says, with the variables of this process, and tell how that went; what it
         does not become stands in its status."""
         try:
             text = await asyncio.to_thread(read_text, file, "fleet file")
             command = messages.Apply(text, str(file), str(file.parent.absolute()), dict(os.environ))
             async with self._changing:
-                done = await self._apply(command, told)
+                done, followed = await self._apply(command, told)
             told(f"{file}: {done.text}")
             self._control.unfollowed("\n".join(done.left))
+            return followed
         except (FleetError, ChangeError) as error:
             told(f"{file} is not followed: {error}")
             self._control.unfollowed(str(error))
+            wrong = isinstance(error, (FleetError, WrongCommandError)) and not isinstance(error, MissingFileError)
+            return Followed.WRONG if wrong else Followed.FAILED
         except Exception as error:
             log.exception("the fleet file could not be followed")
             told(f"{file} could not be followed: {type(error).__name__}: {error}")
             self._control.unfollowed(f"failed: {type(error).__name__}: {error}")
+            return Followed.FAILED
 
     def _named(self, asked: str) -> str:
         """The model that a command means, which may name the version that answers, as `status` shows it."""

@@ -130,3 +130,19 @@ async def test_a_file_removed_and_put_back_is_no_change(fleet: Fleet, mount: Mou
     link.symlink_to(target)
     await until(lambda: unfollowed(fleet) == "", "the file followed again")
     assert served(fleet) == before
+
+
+async def test_a_checkpoint_that_comes_later_is_served_without_a_change_of_the_file(fleet: Fleet, mount: Mount) -> None:
+    present, late = {**CHAT, "path": OTHER["path"]}, mount.directory.parent / "late"
+    mount.put(**files({**OTHER, "path": str(late)}, models=[present]))
+    await until(lambda: f"{late} does not exist" in unfollowed(fleet), "the missing checkpoint in the status")
+    await until(lambda: "fleet.yaml is tried again at " in unfollowed(fleet), "the next try in the status")
+    assert "muxserve_file_unfollowed 1.0" in fleet.get("/metrics").text
+    assert "other" not in served(fleet)
+    late.symlink_to(OTHER["path"])
+    await until(lambda: "other" in served(fleet), "the model served")
+    await until(lambda: unfollowed(fleet) == "", "the file followed")
+    async with fleet.async_client() as client:
+        assert (await stream_chat(client, "other", LONG))["text"]
+    mount.put(**files(models=[present]))
+    await until(lambda: "other" not in served(fleet), "one model less")
