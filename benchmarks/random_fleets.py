@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.report import machine, write_report
 from muxserve.workload import Arrivals, Groups, LogNormalLengths, ModelLoad, generate
 from muxserve.workload.arrivals import POISSON
+from muxserve.workload.shapes import ModelPosition
 from muxserve.workload.trace import TraceRequest, write_trace
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -143,17 +144,17 @@ def requests_of(fleet: Mapping[str, object], pattern: str, seed: int) -> list[Tr
 
 
 def groups_in_turns(models: int, seed: int) -> Groups:
-    """Groups of so many models that take turns: each model is in the group of some phase, and every phase has a group
-    of no more models than the largest may have. Many draws for few models have phases of all models, or of none.
+    """Groups of so many models that take turns: each model is in the group of some phase, and every phase has a group.
+    Some draws for few models have phases of none.
 
     Raises:
         ValueError: there are no such groups of so few models.
     """
+    phases, positions = range(round(SECONDS / PHASE)), [ModelPosition(number, models) for number in range(models)]
     for drawn in range(1000 * seed, 1000 * (seed + 1)):
         groups = Groups(PHASE, *GROUP, seed=drawn)
-        active = [[groups.active(phase, n / models) for n in range(models)] for phase in range(round(SECONDS / PHASE))]
-        least, most = 1, math.ceil(GROUP[1] * models)
-        if all(least <= sum(each) <= most for each in active) and all(map(any, zip(*active, strict=True))):
+        active = [[groups.active(phase, position) for position in positions] for phase in phases]
+        if all(map(any, active)) and all(map(any, zip(*active, strict=True))):
             return groups
     raise ValueError(f"no draw has groups of {models} models that take turns")
 

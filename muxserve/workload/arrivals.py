@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from muxserve.workload.shapes import FLAT, ShapeFactory
+from muxserve.workload.shapes import ALONE, FLAT, ModelPosition, ShapeFactory
 
 
 def power_law_rates(models: Sequence[str], total: float, alpha: float) -> dict[str, float]:
@@ -48,9 +48,11 @@ class Arrivals:
         if not (self.cv >= 0 and math.isfinite(self.cv)):
             raise ValueError(f"the coefficient of variation (cv) must be zero or positive, not {self.cv}")
 
-    def times(self, rate: float, duration: float, rng: random.Random, position: float = 0.0) -> Iterator[float]:
-        """Arrival times in seconds, below `duration`, of `rate` requests per second on average. `position` in 0..1
-        tells the shapes of several models apart.
+    def times(
+        self, rate: float, duration: float, rng: random.Random, position: ModelPosition = ALONE
+    ) -> Iterator[float]:
+        """Arrival times in seconds, below `duration`, of `rate` requests per second on average. `position` tells the
+        shapes of several models apart.
 
         Raises:
             ValueError: a negative rate or duration, or one that is not finite.

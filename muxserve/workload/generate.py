@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from muxserve.workload.arrivals import POISSON, Arrivals
 from muxserve.workload.conversations import Conversations
 from muxserve.workload.lengths import Lengths
+from muxserve.workload.shapes import ModelPosition
 from muxserve.workload.trace import TraceRequest
 
 
@@ -25,7 +26,9 @@ class ModelLoad:
     conversations: Conversations | None = None
 
 
-def _of_model(name: str, load: ModelLoad, duration: float, seed: int, position: float) -> Iterator[TraceRequest]:
+def _of_model(
+    name: str, load: ModelLoad, duration: float, seed: int, position: ModelPosition
+) -> Iterator[TraceRequest]:
     if load.conversations is not None:
         yield from load.conversations.requests(name, load.rate, load.prompt, load.output, duration, seed)
         return
@@ -45,6 +48,7 @@ def generate(loads: Mapping[str, ModelLoad], duration: float, seed: int) -> Iter
         ValueError: a rate or the duration is negative or not finite.
     """
     streams = [
-        _of_model(name, load, duration, seed, number / len(loads)) for number, (name, load) in enumerate(loads.items())
+        _of_model(name, load, duration, seed, ModelPosition(number, len(loads)))
+        for number, (name, load) in enumerate(loads.items())
     ]
     return heapq.merge(*streams, key=lambda request: (request.arrival, request.model))

@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Shape(Protocol):
@@ -27,11 +27,26 @@ class Shape(Protocol):
         ...
 
 
+class ModelPosition(NamedTuple):
+    """Which of `count` models a load is of, from 0: shapes put models apart by it."""
+
+    number: int = 0
+    count: int = 1
+
+    @property
+    def part(self) -> float:
+        """The position on a circle that the models divide evenly, in 0..1."""
+        return self.number / self.count
+
+
+ALONE = ModelPosition()
+
+
 class ShapeFactory(Protocol):
     """Makes the shape of one model's load, which may be drawn at random."""
 
-    def shape(self, duration: float, rng: random.Random, position: float) -> Shape | None:
-        """For a workload of `duration` seconds; `position` in 0..1 tells models apart. None: flat."""
+    def shape(self, duration: float, rng: random.Random, position: ModelPosition) -> Shape | None:
+        """For a workload of `duration` seconds. None: flat."""
         ...
 
 
@@ -39,7 +54,7 @@ class ShapeFactory(Protocol):
 class Flat:
     """The same rate all the time."""
 
-    def shape(self, duration: float, rng: random.Random, position: float) -> None:
+    def shape(self, duration: float, rng: random.Random, position: ModelPosition) -> None:
         return None
 
 
@@ -96,8 +111,8 @@ class Diurnal:
         if not 0 <= self.spread <= 1:
             raise ValueError(f"the spread must lie in 0..1, not {self.spread}")
 
-    def shape(self, duration: float, rng: random.Random, position: float) -> Wave:
-        return Wave(self.amplitude, self.period or duration or 1.0, self.spread * position)
+    def shape(self, duration: float, rng: random.Random, position: ModelPosition) -> Wave:
+        return Wave(self.amplitude, self.period or duration or 1.0, self.spread * position.part)
 
 
 class Steps:
@@ -140,7 +155,7 @@ class Bursts:
         if not 0 < self.length < self.every < math.inf:
             raise ValueError(f"bursts need 0 < length < every, not length {self.length:g} s and every {self.every:g} s")
 
-    def shape(self, duration: float, rng: random.Random, position: float) -> Steps | None:
+    def shape(self, duration: float, rng: random.Random, position: ModelPosition) -> Steps | None:
         if duration <= 0:
             return None
         # Stationary from the start: the run begins inside a burst as often as any other moment lies in one.
@@ -159,8 +174,9 @@ class Bursts:
 
 @dataclass(frozen=True)
 class Groups:
-    """Models are active in groups: in each phase of `every` seconds about `least` to `most` (parts of 1) of them are,
-    drawn from `seed`, and the others are silent. The mean rate over the workload stays what it was; a model whose turn
+    """Models are active in groups: in each phase of `every` seconds a part of them between `least` and `most`, drawn
+    from `seed`, and the others are silent. Of that part times the models those are active that the whole number below
+    or above it says, which may be none of a few. The mean rate over the workload stays the same; a model whose turn
     would never come has one phase.
 
     Raises:
@@ -178,14 +194,18 @@ class Groups:
         if not 0 < self.every < math.inf:
             raise ValueError(f"phases must be positive seconds, not {self.every:g}")
 
-    def active(self, phase: int, position: float) -> bool:
-        """Whether the model at `position` (0..1, even over the models) is active in that phase."""
+    def active(self, phase: int, position: ModelPosition) -> bool:
+        """Whether the model at `position` is active in that phase."""
         drawn = random.Random(f"{self.seed}/groups/{phase}")
         part = drawn.uniform(self.least, self.most)
-        # Another order of the models in each phase, so that each has other neighbours.
-        return (position * drawn.randrange(1, 1000) + drawn.random()) % 1.0 < part
+        # Another order of the models in each phase, so that each has other neighbours. Only a step without a divisor in
+        # common with their number leads to every place of the circle, and no two models to one.
+        step, start = drawn.randrange(1, 1000), drawn.random()
+        while math.gcd(step, position.count) > 1:
+            step += 1
+        return (position.part * step + start) % 1.0 < part
 
-    def shape(self, duration: float, rng: random.Random, position: float) -> Steps | None:
+    def shape(self, duration: float, rng: random.Random, position: ModelPosition) -> Steps | None:
         if duration <= 0:
             return None
         phases = math.ceil(duration / self.every)
@@ -215,7 +235,7 @@ class Rotation:
         if not 0 < self.every < math.inf:
             raise ValueError(f"phases must be positive seconds, not {self.every:g}")
 
-    def shape(self, duration: float, rng: random.Random, position: float) -> Steps | None:
+    def shape(self, duration: float, rng: random.Random, position: ModelPosition) -> Steps | None:
         phases = math.ceil(duration / self.every - 1e-9)
         if phases <= self.number:
             return None

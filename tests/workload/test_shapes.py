@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import statistics
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muxserve.workload import Arrivals, Bursts, Diurnal, Groups
-from muxserve.workload.shapes import Rotation, Shape, Steps, Wave
+from muxserve.workload.shapes import ALONE, ModelPosition, Rotation, Shape, Steps, Wave
 
 
 @pytest.mark.parametrize("cv", [0.3, 1.0, 2.0, 4.0])
@@ -63,8 +64,8 @@ def test_a_day_swings_around_its_mean(cv: float) -> None:
 
 def test_models_can_have_their_days_apart() -> None:
     arrivals = Arrivals(shape=Diurnal(1.0, period=100.0, spread=1.0))
-    early = list(arrivals.times(20.0, 100.0, random.Random(1), position=0.0))
-    late = list(arrivals.times(20.0, 100.0, random.Random(1), position=0.5))
+    early = list(arrivals.times(20.0, 100.0, random.Random(1), position=ModelPosition(0, 2)))
+    late = list(arrivals.times(20.0, 100.0, random.Random(1), position=ModelPosition(1, 2)))
     assert statistics.fmean(early) == pytest.approx(50, abs=4)
     # Half a period further the rate is lowest in the middle.
     assert sum(25 <= t < 75 for t in early) > 4 * sum(25 <= t < 75 for t in late)
@@ -73,7 +74,7 @@ def test_models_can_have_their_days_apart() -> None:
 def test_bursts_keep_the_rate_and_their_factor() -> None:
     bursts = Bursts(factor=8.0, every=100.0, length=20.0)
     rng = random.Random(2)
-    shape = bursts.shape(2000.0, rng, 0.0)
+    shape = bursts.shape(2000.0, rng, ALONE)
     assert shape is not None
     assert shape.mass(2000.0) == pytest.approx(2000.0)
     slopes = sorted({round(shape.mass(t + 0.001) - shape.mass(t), 6) for t in range(0, 2000)})
@@ -103,31 +104,55 @@ def test_nonsense_is_refused(make: object) -> None:
         make()  # type: ignore[operator]
 
 
+@given(st.integers(1, 100), st.integers(0, 999), st.integers(0, 999), st.floats(0.01, 1.0), st.floats(0.01, 1.0))
+def test_a_group_is_that_part_of_the_models(models: int, seed: int, phase: int, one: float, other: float) -> None:
+    """To the whole number below or above it: no two models stand on one place of the circle."""
+    least, most = min(one, other), max(one, other)
+    groups = Groups(10.0, least, most, seed)
+    active = sum(groups.active(phase, ModelPosition(number, models)) for number in range(models))
+    assert math.floor(least * models - 1e-6) <= active <= math.ceil(most * models + 1e-6)
+
+
+def drawn_before(groups: Groups, phase: int, part: float) -> tuple[int, bool]:
+    """How groups were drawn before steps were chosen by the number of models: the step, and whether one was active."""
+    drawn = random.Random(f"{groups.seed}/groups/{phase}")
+    least = drawn.uniform(groups.least, groups.most)
+    step = drawn.randrange(1, 1000)
+    return step, (part * step + drawn.random()) % 1.0 < least
+
+
+@given(st.integers(1, 100), st.integers(0, 999), st.integers(0, 99))
+def test_draws_that_put_no_two_models_on_one_place_stay_as_they_were(models: int, seed: int, phase: int) -> None:
+    groups = Groups(seed=seed)
+    for number in range(models):
+        step, active = drawn_before(groups, phase, number / models)
+        if math.gcd(step, models) == 1:
+            assert groups.active(phase, ModelPosition(number, models)) is active
+
+
 @pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(st.integers(2, 60), st.integers(0, 99), st.floats(0.1, 0.4), st.floats(0.4, 1.0))
-def test_groups_are_parts_of_the_models_and_each_keeps_its_rate(
+def test_a_model_of_groups_keeps_its_rate_and_is_silent_where_others_are_active(
     models: int, seed: int, least: float, most: float
 ) -> None:
     groups = Groups(10.0, least, most, seed)
-    parts = [statistics.fmean(groups.active(phase, n / models) for n in range(models)) for phase in range(40)]
-    # Where the order has a common divisor with the number of models, several models stand on one place.
-    assert least - 0.2 <= statistics.fmean(parts) <= most + 0.2
-    for n in range(models):
-        shape = groups.shape(400.0, random.Random(n), n / models)
+    for number in range(models):
+        position = ModelPosition(number, models)
+        shape = groups.shape(400.0, random.Random(number), position)
         assert shape is not None
         assert shape.mass(400.0) == pytest.approx(400.0)
-        silent = [phase for phase in range(40) if not groups.active(phase, n / models)]
+        silent = [phase for phase in range(40) if not groups.active(phase, position)]
         if len(silent) < 40:
             for phase in silent:
                 assert shape.mass(10.0 * phase) == pytest.approx(shape.mass(10.0 * (phase + 1)))
 
 
 def test_a_model_is_silent_in_the_phases_of_others() -> None:
-    groups = Groups(10.0, 0.25, 0.25, seed=3)
-    times = list(Arrivals(1.0, groups).times(2.0, 400.0, random.Random(1), 0.5))
+    groups, position = Groups(10.0, 0.25, 0.25, seed=3), ModelPosition(2, 4)
+    times = list(Arrivals(1.0, groups).times(2.0, 400.0, random.Random(1), position))
     assert len(times) == pytest.approx(800, rel=0.2)
-    assert all(groups.active(int(time // 10), 0.5) for time in times)
+    assert all(groups.active(int(time // 10), position) for time in times)
 
 
 @pytest.mark.parametrize("wrong", [{"least": 0.0}, {"least": 0.6}, {"most": 1.1}, {"every": 0.0}])
@@ -142,7 +167,7 @@ def test_of_a_rotation_one_group_is_active_at_a_time_and_each_keeps_its_rate(
     count: int, rounds: int, every: float
 ) -> None:
     whole = count * rounds * every
-    shapes = [Rotation(number, count, every).shape(whole, random.Random(0), 0.0) for number in range(count)]
+    shapes = [Rotation(number, count, every).shape(whole, random.Random(0), ALONE) for number in range(count)]
     assert all(shape is not None and shape.mass(whole) == pytest.approx(whole) for shape in shapes)
     for phase in range(count * rounds):
         edges = (phase * every, min(whole, (phase + 1) * every))
