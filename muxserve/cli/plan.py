@@ -67,10 +67,10 @@ def _plan(settings: PlanSettings) -> int:
             check_beside(settings.fleet, settings.save)
         except ValueError as error:
             raise UsageError(f"--save: {error}") from None
-    workload = _workload(settings, fleet)
     cluster = cluster_of(
         fleet, (settings.gpus or sizes[-1]) if sizes else settings.gpus, settings.gpu_type, settings.nodes
     )
+    workload = _workload(settings, fleet, on_gpus=cluster is not None and not scales)
     _check_effects(settings, cluster is not None, bool(sizes), bool(scales))
     began = time.monotonic()
     with working("planning") as told:
@@ -153,14 +153,11 @@ def _tell(settings: PlanSettings, fleet: Fleet, made: PlannedFleet, basis: Basis
         errors.print(f"page written to {escape(str(settings.html))}")
 
 
-def _workload(settings: PlanSettings, fleet: Fleet) -> Workload | None:
+def _workload(settings: PlanSettings, fleet: Fleet, on_gpus: bool) -> Workload | None:
     """That by which models that sleep are compared with models that are all awake; where the fleet file has `memory`,
-    one on GPUs needs none to be named."""
-    own = fleet.cluster
-    on_gpus = bool(own.gpus or own.gpu_ids or settings.gpus)
-    searched = settings.mode == "muxserve"
+    one `on_gpus` at the file's rates needs none to be named."""
     named = settings.workload
-    if named is None and fleet.memory is not None and on_gpus and searched:
+    if named is None and fleet.memory is not None and on_gpus and settings.mode == "muxserve":
         named = _ANY_WORKLOAD
     if named is None:
         return None

@@ -267,7 +267,7 @@ _TLS_FILES = ("cert", "key")
 def check(source: Source, base: Path, environ: Mapping[str, str], serving: bool = True) -> list[Problem]:
     """Every such mistake in `source`; without `serving`, weights and the gateway's keys need not be there."""
     return [
-        *_cluster(source, serving),
+        *_cluster(source),
         *_models(source, base, serving),
         *check_replicas(source, serving),
         *check_shapes(source),
@@ -357,15 +357,13 @@ def _directory(base: Path, path: str) -> Path:
     return (base / Path(path).expanduser()).absolute()
 
 
-def _cluster(source: Source, serving: bool) -> Iterator[Problem]:
+def _cluster(source: Source) -> Iterator[Problem]:
     cluster = source.data.get("cluster")
     if not isinstance(cluster, dict):
         return
     if cluster.get("nodes") and cluster.get("gpus"):
         yield source.problem(("cluster", "nodes"), "give either `gpus` (equal machines) or `nodes`, not both")
     gpus, ids, ranks = cluster.get("gpus"), cluster.get("gpu_ids"), cluster.get("ranks")
-    if gpus and cluster.get("gpu_type") is None and not serving:
-        yield source.problem(("cluster", "gpus"), "needs `gpu_type`, e.g. A100-80GB")
     if isinstance(ids, list) and ids and _whole(gpus) and gpus != len(ids):
         message = f"names {len(ids)}, but `gpus` says {gpus}; leave that out, or make it match"
         yield source.problem(("cluster", "gpu_ids"), message)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from muxserve.config import Fleet, parse_fleet
+from muxserve.config import Fleet, FleetError, parse_fleet
 from muxserve.planning.candidates.device_pool import Surroundings
+from muxserve.planning.candidates.resident_units import NoUnitError
 from muxserve.planning.demand.demands import cluster_of, demands_of, memory_of
 from muxserve.planning.place.prediction import Simulated
 from muxserve.planning.place.sleeping import as_deployed
@@ -27,12 +28,12 @@ NAMES = ("arithmetic", "atlas", "frontdesk")
 LIMIT = "memory: {limit: 8GiB}"
 
 
-def declared(engines: tuple[str, ...], *more: str) -> Fleet:
+def declared(engines: tuple[str, ...], *more: str, limit: str = LIMIT) -> Fleet:
     models = [
         f"  - {{name: {name}, path: {MODELS / name}{'' if shape == 'auto' else f', engines: {shape}'}}}"
         for name, shape in zip(NAMES, engines, strict=False)
     ]
-    head = ["cluster: {gpus: 1, gpu_type: H100}", LIMIT, *more, "models:"]
+    head = ["cluster: {gpus: 1, gpu_type: H100}", limit, *more, "models:"]
     return parse_fleet("\n".join([*head, *models]), "fleet.yaml", Path())
 
 
@@ -99,3 +100,19 @@ def test_one_engine_with_small_steps_and_no_shares_unless_the_file_says_otherwis
     (plan,), _ = deployed(declared(("auto", "auto", "split")))
     assert plan.policy == "slack"
     assert [demand.one_engine for demand in plan.demands] == [True, True, False]
+
+
+@pytest.mark.parametrize("limit", ["4GiB", "60GiB", "79GiB"])
+def test_the_limit_of_the_file_goes_before_the_usual_part_of_a_gpu(limit: str) -> None:
+    fleet = declared(("auto",) * 3, limit=f"memory: {{limit: {limit}}}")
+    _, specs = deployed(fleet)
+    assert simulated(fleet).residency["u0"].rules.limit == specs["u0"].rules.limit == int(limit[:-3]) << 30
+
+
+def test_more_than_a_gpu_has_is_no_limit() -> None:
+    fleet = declared(("auto",) * 3, limit="memory: {limit: 81GiB}")
+    words = r"81 GiB are more than a GPU has \(79.65 GiB\); it is of each GPU"
+    with pytest.raises(FleetError, match=words):
+        deployed(fleet)
+    with pytest.raises(NoUnitError, match=words):
+        simulated(fleet)

@@ -268,6 +268,7 @@ class TestFleets:
             ("prompt_tokens: 161", "prompt_tokens: 0", ":7: models[0].workload.prompt_tokens: must be at least 1"),
             ("gpus: 4", "gpu: 4", 'cluster.gpu: unknown key; did you mean "gpus"?'),
             (", gpu_type: a100", "", ":1: cluster.gpus: needs `gpu_type`"),
+            ("gpus: 4, gpu_type: a100", "gpu_ids: [0, 1]", ":1: cluster.gpu_ids: needs `gpu_type`"),
             ("gpus: 4", "nodes: [{gpus: 1, gpu_type: a100}], gpus: 4", "either `gpus` (equal machines) or `nodes`"),
         ],
     )
@@ -295,6 +296,17 @@ class TestFleets:
         fleet.write_text(FLEET.replace("gpus: 4, gpu_type: a100", nodes))
         cluster = cluster_of(load_fleet(fleet, serving=False))
         assert cluster == Cluster((Node("H100-80GB", 2), Node("H100-80GB", 2), Node("L20-48GB", 1)))
+
+    def test_gpus_by_their_numbers_are_gpus(self, fleet: Path) -> None:
+        fleet.write_text(FLEET.replace("gpus: 4", "gpu_ids: [2, 5]"))
+        declared = load_fleet(fleet, serving=False)
+        assert cluster_of(declared) == Cluster((Node("A100-80GB", 2),))
+        assert cluster_of(declared, gpus=3) == Cluster((Node("A100-80GB", 3),))
+
+    def test_the_type_may_stand_on_the_command_line_alone(self, fleet: Path) -> None:
+        fleet.write_text(FLEET.replace(", gpu_type: a100", ""))
+        declared = load_fleet(fleet, serving=False)
+        assert cluster_of(declared, gpu_type="h100") == Cluster((Node("H100-80GB", 4),))
 
     def test_the_last_machine_has_what_is_left(self) -> None:
         assert [node.count for node in equal_nodes(19, "X", 8).nodes] == [8, 8, 3]

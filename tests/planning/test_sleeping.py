@@ -108,6 +108,27 @@ def test_what_makes_no_sense_is_refused(fleet: Path, options: tuple[str, ...], w
     assert words in " ".join(err.split())
 
 
+@pytest.mark.parametrize(
+    ("own", "options", "compared"),
+    [
+        ("{}", ("--nodes", "1x1:H100-80GB"), True),
+        ("{}", ("--sweep", "gpus=1..1", "--gpu-type", "H100-80GB"), True),
+        ("{ gpu_ids: [0], gpu_type: H100-80GB }", (), True),
+        # The workload is that of the file's rates, and not of any other scale.
+        ("{ gpus: 1, gpu_type: H100-80GB }", ("--sweep", "scale=1..2"), False),
+    ],
+)
+def test_a_fleet_with_memory_is_compared_wherever_its_gpus_are_named(
+    tmp_path: Path, own: str, options: tuple[str, ...], compared: bool
+) -> None:
+    file = tmp_path / "fleet.yaml"
+    models = "".join(f"  - {{ name: m{n}, architecture: llama-3.1-8b, rate: 0.1 }}\n" for n in range(2))
+    file.write_text(f"cluster: {own}\nmemory: auto\nmodels:\n{models}")
+    code, out, err = run(file, *options, "--simulate", 1, "--json")
+    assert code == 0, err
+    assert ("sleeping" in json.loads(out)) == compared
+
+
 def test_on_a_cpu_it_needs_a_limit_of_memory_and_takes_the_place_of_bursty_groups(tmp_path: Path) -> None:
     models = [f"  - {{name: m{n}, path: {ROOT / 'configs/models/atlas'}, dtype: float32}}" for n in range(6)]
     file = tmp_path / "fleet.yaml"

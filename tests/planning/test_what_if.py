@@ -100,6 +100,25 @@ def test_machines_that_differ_are_saved_as_machines(fleet: Path) -> None:
     assert cluster_of(load_fleet(fleet.with_name("saved.yaml"), serving=False)) == answer
 
 
+@pytest.mark.parametrize("own", ["{ gpus: 8, gpu_type: a100 }", "{ gpu_ids: [0, 1], gpu_type: a100 }", "auto"])
+@pytest.mark.parametrize("nodes", ["1x16:H100-80GB", "1x2:L20", "2x4:L20"])
+def test_whatever_gpus_the_file_had_those_of_the_answer_are_saved(fleet: Path, own: str, nodes: str) -> None:
+    fleet.write_text(FLEET.replace("{ gpus: 2, gpu_type: a100, network: 25Gb/s }", own))
+    declared = load_fleet(fleet, serving=False)
+    answer = cluster_of(declared, nodes=nodes)
+    save_fleet(fleet, fleet.with_name("saved.yaml"), answer, declared)
+    assert cluster_of(load_fleet(fleet.with_name("saved.yaml"), serving=False)) == answer
+
+
+def test_a_rate_however_small_stays_above_zero(fleet: Path) -> None:
+    saved = fleet.with_name("saved.yaml")
+    save_fleet(fleet, saved, None, with_rates(load_fleet(fleet, serving=False), 1e-7))
+    assert [model.rate for model in load_fleet(saved, serving=False).models] == [
+        pytest.approx(6e-7),
+        pytest.approx(1e-7),
+    ]
+
+
 def test_an_answer_is_saved_beside_its_fleet_file(fleet: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     result = CliRunner().invoke(app, ["plan", str(fleet), "--simulate", "0", "--save", str(tmp_path / "other/f.yaml")])

@@ -292,7 +292,7 @@ def cluster_of(
         nodes: machines, as `4x8:A100-80GB,2x4:L20` (count, GPUs of each, type).
 
     Raises:
-        FleetError: the fleet file names an unknown type, or more GPUs than a plan may have.
+        FleetError: the fleet file names an unknown type or none, or more GPUs than a plan may have.
         ClusterError: the arguments do not go together, or name an unknown type or too many GPUs.
     """
     own = fleet.cluster
@@ -306,7 +306,7 @@ def cluster_of(
         return _parsed(nodes, gpu_type or own.gpu_type)
     if gpus is None and gpu_type is None and own.nodes:
         return Cluster(tuple(_file_nodes(fleet)))
-    count = own.gpus if gpus is None else gpus
+    count = (len(own.gpu_ids) or own.gpus) if gpus is None else gpus
     if count == 0:
         if gpu_type is not None:
             raise ClusterError("--gpu-type needs --gpus, or gpus in the fleet file")
@@ -314,6 +314,10 @@ def cluster_of(
     kind = gpu_type or own.gpu_type
     if kind is None and own.nodes:
         kind = own.nodes[0].gpu_type
+    if kind is None and gpus is None:
+        key = "gpu_ids" if own.gpu_ids else "gpus"
+        message = "needs `gpu_type`, e.g. A100-80GB; or give --gpu-type"
+        raise FleetError([fleet.problem(("cluster", key), message)])
     if kind is None:
         raise ClusterError("the type of the GPUs is not known; give --gpu-type, or gpu_type in the fleet file")
     return equal_nodes(count, _known(fleet, kind, gpu_type is None), own.gpus_per_node)

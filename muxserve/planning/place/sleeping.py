@@ -24,7 +24,14 @@ from muxserve.planning.demand.demands import batch_of, default_batch, memory_of
 from muxserve.planning.demand.private import with_shapes
 from muxserve.planning.place.prediction import Simulated, simulated_of
 from muxserve.planning.place.simulations import Simulations
-from muxserve.planning.specs.gpus import ALL_SMS, copier_bytes, resident_policy, resting_bytes, unplanned_shares
+from muxserve.planning.specs.gpus import (
+    ALL_SMS,
+    copier_bytes,
+    part_of_gpu,
+    resident_policy,
+    resting_bytes,
+    unplanned_shares,
+)
 from muxserve.planning.specs.residency import gpu_residency, gpu_wake_costs
 from muxserve.scheduling.residency_types import KvRules
 from muxserve.simulator import FleetResult, Options, ResidencyResult, mode_of, simulate
@@ -138,7 +145,10 @@ def as_deployed(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster, aroun
     demands = _demands(fleet, demands, cluster)
     whole, rules = device(node.device).memory_bytes, around.rules
     if isinstance(memory.limit, int):
-        rules = replace(rules, utilisation=min(rules.utilisation, memory.limit / whole))
+        try:
+            rules = replace(rules, utilisation=part_of_gpu(memory.limit, whole))
+        except ValueError as error:
+            raise NoUnitError(f"memory.limit: {error}") from None
     asked = resting_bytes(memory)
     rules = replace(rules, reserve_bytes=rules.reserve_bytes + copier_bytes(memory, rules) + (asked or 0))
     usable, size = int(rules.utilisation * whole), fleet.kv_pool.size

@@ -105,19 +105,22 @@ def save_fleet(file: Path, out: Path, cluster: Cluster | None, fleet: Fleet) -> 
     data.pop(INCLUDE, None)
     usual = data.get(DEFAULTS, {}).get("rate", 1.0)
     if cluster is not None:
-        own = data.setdefault("cluster", {})
+        given = data.get("cluster")  # a mapping, or `auto`
+        own = data["cluster"] = given if isinstance(given, dict) else {}
+        if len(own.get("gpu_ids", ())) != cluster.devices:
+            own.pop("gpu_ids", None)
         for key in ("gpus", "gpu_type", "nodes"):
             own.pop(key, None)
         kinds = {node.device for node in cluster.nodes}
         sizes = [node.count for node in cluster.nodes]
         if len(kinds) == 1 and len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]:
             own |= {"gpus": cluster.devices, "gpu_type": kinds.pop()}
-            if len(sizes) > 1:
+            if len(sizes) > 1 or sizes[0] > fleet.cluster.gpus_per_node:
                 own["gpus_per_node"] = sizes[0]
         else:
             counts = Counter((node.device, node.count) for node in cluster.nodes)
             own["nodes"] = [{"count": count, "gpus": gpus, "gpu_type": kind} for (kind, gpus), count in counts.items()]
     for declared, model in zip(data["models"], fleet.models, strict=True):
         if declared.get("rate", usual) != model.rate:
-            declared["rate"] = round(model.rate, 6)
+            declared["rate"] = float(f"{model.rate:.9g}")
     out.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120))

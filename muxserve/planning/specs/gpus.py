@@ -197,12 +197,24 @@ def _utilisation(fleet: Fleet, gpus: Sequence[Gpu]) -> float:
     limit = AUTO if fleet.memory is None else fleet.memory.limit
     if not isinstance(limit, int):
         return fleet.cluster.gpu_memory
-    smallest = min(gpu.memory_bytes for gpu in gpus)
-    if limit > smallest:
-        message = f"{format_size(limit)} are more than a GPU has ({format_size(smallest)}); it is of each GPU"
-        raise FleetError([fleet.problem(("memory", "limit"), message)])
+    try:
+        return part_of_gpu(limit, min(gpu.memory_bytes for gpu in gpus))
+    except ValueError as error:
+        raise FleetError([fleet.problem(("memory", "limit"), str(error))]) from None
+
+
+def part_of_gpu(limit: int, memory_bytes: int) -> float:
+    """The part of a GPU with so much memory that `memory.limit` is, in place of `cluster.gpu_memory`.
+
+    Raises:
+        ValueError: it is more than the GPU has.
+    """
+    if limit > memory_bytes:
+        raise ValueError(
+            f"{format_size(limit)} are more than a GPU has ({format_size(memory_bytes)}); it is of each GPU"
+        )
     # Rounded down again, it is the same number of bytes.
-    return (limit + 0.5) / smallest
+    return (limit + 0.5) / memory_bytes
 
 
 def _type(name: str) -> str:
