@@ -220,6 +220,19 @@ class TestContest:
         assert set(alone) == set(together)
         assert len(set(alone)) > len(WORKLOADS)
 
+    @pytest.mark.parametrize("objective", ["slo", "gpus"])
+    def test_a_model_without_objectives_counts_with_what_is_answered_in_time(self, objective: ObjectiveName) -> None:
+        """Otherwise the plan on the fewest devices would win however little of it that serves."""
+        few = plan_of(UNIT, objective=objective)
+        more = replace(few, search=SearchRecord(1.0), placement=plan_of(UNIT, replace(UNIT, devices=(1,))).placement)
+
+        def simulate(plan: ClusterPlan, part: float, varied: Variation) -> Prediction:
+            return replace(ended(1.0), summary=summarise(ANSWERED), in_time={"a": 99 if plan is more else 60})
+
+        ranked = Contest(simulate, [DECLARED]).ranked([Rival("shared", few), Rival("even", more)])
+        assert [(each.way, each.short, each.worst) for each in ranked] == [("even", 0, 0.99), ("shared", 1, 0.6)]
+        assert [each.score for each in ranked] == [pytest.approx(0.99), pytest.approx(0.6)]
+
     def test_a_plan_that_has_no_place_for_a_model_does_not_compete(self) -> None:
         made = [Rival("shared", plan_of()), Rival("dedicated", plan_of(missing=1))]
         ranked = Contest(lambda *_: ended(1.0)).ranked(made)
@@ -237,6 +250,17 @@ class TestContest:
         assert [each.way for each in ranked] == ["a", "b"]
         assert {part for _, part, _ in looks} == {1.0}
         assert {value for value, _, name in looks if name == "bursts"} == {0.0, 1.0}
+
+
+def test_what_comes_too_late_is_not_in_time_where_there_are_no_objectives() -> None:
+    """More than one GPU serves: all of it is answered once no more comes, which is not what was asked for."""
+    asked = replace(demand(), rate=14.0)
+    unit = replace(UNIT, models=(PlacedModel("a", 14.0, 1.0, 1.0, "one"),), kv_bytes=40 << 30, policy="free")
+    plan = replace(plan_of(unit, objective="gpus"), demands=(asked,))
+    made = predict(plan, Roofline(), Trial(30.0))
+    assert made.summary.overall.completed == made.summary.overall.requests
+    assert made.kept("a") == made.in_time["a"] < 0.9 * made.summary.overall.requests
+    assert Rival("shared", plan, made).short == 1
 
 
 class TestWays:
@@ -298,6 +322,7 @@ def ended(throughput: float, longest: float | None = 1.0) -> Prediction:
     return Prediction(asked, 2000.0, {"a": RateWindow(2000.0, round(1000.0 * throughput), longest)})
 
 
+ANSWERED = [RequestRecord("a", float(n), 10, 1, first_token=n + 9.0, finish=n + 9.0) for n in range(100)]
 UNIT = PlacedUnit("unit0", "A100-80GB", (0,), (PlacedModel("a", 1.0, 1.0, 1.0),), 1 << 30)
 AROUND = Surroundings(MemoryRules.served(0.92))
 FLEET = "cluster: {{ gpus: 1, gpu_type: a100 }}\nmodels:\n  - {{ name: a, architecture: llama-2-7b, rate: 1{more} }}\n"

@@ -102,11 +102,12 @@ class Rival:
 
     @property
     def worst(self) -> float:
-        """The part of the requests within their objectives, in hundredths, of the model that has the fewest."""
+        """The part of the requests that count, in hundredths, of the model that has the fewest."""
         if self.prediction is None or self.plan.objective.name == "throughput":
             return 1.0
-        models = self.prediction.summary.models.values()
-        return round(min((figures.slo.get("all", 1.0) for figures in models), default=1.0), 2)
+        models = self.prediction.summary.models.items()
+        parts = (self.prediction.kept(name) / each.requests for name, each in models if each.requests)
+        return round(min(parts, default=1.0), 2)
 
     @property
     def words(self) -> str:
@@ -135,19 +136,20 @@ def score(plan: ClusterPlan, prediction: Prediction) -> float:
     for demand in plan.demands:
         figures = prediction.summary.models.get(demand.name)
         if figures is not None and figures.requests:
-            met = figures.slo.get("all")
-            total += demand.rate * (figures.completed / figures.requests if met is None else met)
+            total += demand.rate * (prediction.kept(demand.name) / figures.requests)
     return total
 
 
 def kept(plan: ClusterPlan, prediction: Prediction, roughly: bool = False) -> float | None:
-    """The part of the requests that are answered within their objectives, or in time if the objective is throughput,
-    whatever their rate; None if that was not measured. `roughly`: a simulation that is too short shows it, too."""
+    """The part of the requests that are answered within their objectives (in time, if no model has any), or within the
+    simulated time if the objective is throughput, whatever their rate; None if that was not measured. `roughly`: a
+    simulation that is too short shows it, too."""
     overall, throughput = prediction.summary.overall, prediction.rate if roughly else prediction.throughput
     if not overall.requests:
         return None
     if plan.objective.name != "throughput":
-        return overall.slo.get("all", overall.completed / overall.requests)
+        in_time = sum(map(prediction.kept, prediction.summary.models)) / overall.requests
+        return overall.slo.get("all", in_time)
     return None if throughput is None else min(1.0, throughput * prediction.seconds / overall.requests)
 
 

@@ -84,5 +84,4 @@ def _asked(made: Prediction, models: Iterable[str]) -> int:
 
 def _kept(made: Prediction, models: Iterable[str]) -> int:
     """How many of them are answered within their objectives."""
-    found = [made.summary.models[name] for name in models if name in made.summary.models]
-    return sum(round(each.requests * each.slo["all"]) if "all" in each.slo else each.completed for each in found)
+    return sum(map(made.kept, models))

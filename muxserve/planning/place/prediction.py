@@ -33,6 +33,7 @@ from muxserve.planning.candidates.layouts import (
     ring_of,
     wanted_of,
 )
+from muxserve.planning.candidates.resident_units import TTFT_SECONDS
 from muxserve.planning.place.simulations import Asked, Simulations
 from muxserve.planning.place.window import ANSWERS, RateWindow, longer_seconds, longest_of, longest_tokens
 from muxserve.planning.place.workloads import DECLARED, Variation, loads_of
@@ -291,6 +292,16 @@ class Prediction:
     windows: Mapping[str, RateWindow]
     # Where memory decides which models are awake.
     residency: ResidencyResult | None = None
+    # Of models without objectives: requests that are answered, with a first token within `TTFT_SECONDS`.
+    in_time: Mapping[str, int] = field(default_factory=dict)
+
+    def kept(self, model: str) -> int:
+        """Requests of a model that are answered within its objectives, or in time where it has none."""
+        figures = self.summary.models.get(model)
+        if figures is None:
+            return 0
+        met = figures.slo.get("all")
+        return self.in_time.get(model, figures.completed) if met is None else round(met * figures.requests)
 
     @property
     def is_long_enough(self) -> bool:
@@ -345,13 +356,18 @@ class ResidencyForecast:
 
 
 def falls_short(plan: ClusterPlan, simulated: Prediction) -> list[str]:
-    """Models that in simulation meet their objectives less often than the plan's objective asks."""
-    figures = simulated.summary.models
-    return [
-        demand.name
-        for demand in plan.demands
-        if demand.name in figures and figures[demand.name].slo.get("all", 1.0) < plan.objective.attainment
-    ]
+    """Models that in simulation meet their objectives less often than the plan's objective asks, or are answered in
+    time less often where they have none. A plan for throughput promises the latter to nobody."""
+    names = [demand.name for demand in plan.demands if demand.name in simulated.summary.models]
+    if plan.objective.name == "throughput":
+        names = [name for name in names if simulated.summary.models[name].slo]
+    return [name for name in names if _kept_part(simulated, name) < plan.objective.attainment]
+
+
+def _kept_part(simulated: Prediction, name: str) -> float:
+    """The part of a model's requests that are kept; 1 without any."""
+    requests = simulated.summary.models[name].requests
+    return simulated.kept(name) / requests if requests else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,6 +450,9 @@ class _Run:
             rates={d.name: d.rate for d in demands},
             objectives={d.name: Objectives(d.slo_ttft, d.slo_tpot) for d in demands},
         )
+        open_ended = {d.name for d in demands if d.slo_ttft is d.slo_tpot is None}
+        in_time = Counter(dict.fromkeys(open_ended, 0))
+        in_time.update(r.model for r in counted if r.model in open_ended and r.ok and (r.ttft or 0.0) <= TTFT_SECONDS)
         ended = Counter(
             r.model
             for r in records
@@ -444,7 +463,7 @@ class _Run:
         for names in self.together:
             answers = longest_of([_longest_answer(summary, name, self.loads[name]) for name in names])
             windows |= {name: RateWindow(spans[name], ended[name], answers, waiting[name]) for name in names}
-        return Prediction(summary, seconds, windows, residency)
+        return Prediction(summary, seconds, windows, residency, in_time)
 
 
 def _run_of(plan: ClusterPlan, trial: Trial, simulated: Simulated) -> _Run:
@@ -589,6 +608,5 @@ def restated(plan: ClusterPlan, demands: Sequence[Demand], spare: Mapping[str, f
 
 
 def _badness(plan: ClusterPlan, prediction: Prediction) -> tuple[int, float]:
-    figures = prediction.summary.models
-    missed = [1.0 - each.slo.get("all", 1.0) for each in figures.values()]
+    missed = [1.0 - _kept_part(prediction, name) for name in prediction.summary.models]
     return len(falls_short(plan, prediction)), max(missed, default=0.0)
