@@ -244,7 +244,6 @@ def served(file: Path, calls: Sequence[Call], grace: float) -> tuple[list[Outcom
             "evictions": sum(each["evictions"] for each in models),
             "wake_seconds": sorted(each["last_wake_seconds"] for each in models if each["wakes"]),
             "sleep_seconds": memory["sleep_seconds"],
-            "prefetched": sum(each["prefetched"] for each in models),
             "fixed_gib": round(memory["fixed_bytes"] / 2**30, 3),
             "needs_gib": [round(each["needs_bytes"] / 2**30, 3) for each in models],
         },

@@ -23,7 +23,6 @@ from muxserve.cluster.fleet_starts import SCHEDULER
 from muxserve.cluster.models import FleetModels
 from muxserve.cluster.replacing import Replacing
 from muxserve.cluster.steps import BrokenModelError, FleetSteps, UnitPlanner
-from muxserve.cluster.supervision import GaveUp
 from muxserve.cluster.unit_set import RunningUnit, UnitSet
 from muxserve.config import Fleet, Model
 from muxserve.control.apply import followed, with_declared_adapter
@@ -228,8 +227,6 @@ class Changes:
         """Do what the global scheduler wants."""
         if isinstance(message, wire.StartReplicas):
             await self._start_wanted(message.model, message.count)
-        elif isinstance(message, wire.PrefetchModel):
-            await self._prefetch_wanted(message.model)
         elif isinstance(message, wire.StopReplica):
             if not self._steps.drained(message.model, message.unit):
                 await self._stop_wanted(message)
@@ -262,14 +259,6 @@ class Changes:
                         )
             finally:
                 self.starting.remove(model)
-
-    async def _prefetch_wanted(self, model: str) -> None:
-        """Where it may be started next. Whatever keeps it from that is said when it is started."""
-        for unit in list(self._units.units.values()):
-            declared = any(each.name == model for each in unit.planned.unit_spec.models)
-            if declared and model not in unit.serves:
-                with contextlib.suppress(GaveUp):
-                    await unit.handle.prefetch(model)
 
     async def _stop_wanted(self, message: wire.StopReplica) -> None:
         model = message.model

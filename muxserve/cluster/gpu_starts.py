@@ -208,10 +208,6 @@ class GpuStarts(UnitStarts):
         if self.warm is not None:
             self.warm.tell("forget", model)
 
-    def copied(self, model: str) -> bool:
-        """See `UnitStarts.copied`."""
-        return self._weights.copied(model)
-
     async def forget_weights(self, model: str) -> None:
         """See `UnitStarts.forget_weights`."""
         self._weights.let_go(model)

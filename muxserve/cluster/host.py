@@ -27,7 +27,6 @@ from muxserve.cluster.warm_link import WarmLink
 from muxserve.cluster.watch import Watch
 from muxserve.gpu.budget import Needs
 from muxserve.gpu.unit import GpuMemory, PoolSizer
-from muxserve.net.page_cache import read_weights_ahead
 from muxserve.spec import UNIT_FILE, UnitEntry, UnitSpec, save
 
 log = logging.getLogger(__name__)
@@ -271,11 +270,6 @@ class UnitHost:
         """See `UnitHandle.stop_model`."""
         self._wanted.discard(model)
         await self._end_model(model, may_rest=self.unit_spec.resting is not None)
-
-    async def prefetch(self, model: str) -> None:
-        """See `UnitHandle.prefetch`."""
-        if not self._starts.copied(model):
-            await asyncio.to_thread(read_weights_ahead, self.unit_spec.model(model).path)
 
     async def _end_model(self, model: str, may_rest: bool = False) -> None:
         gone = [part for part in self.parts if part.model == model]

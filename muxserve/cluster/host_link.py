@@ -69,12 +69,6 @@ class StopModel(HostCommand, frozen=True):
     model: str
 
 
-class ReadAhead(HostCommand, frozen=True):
-    """Have the disk read the weights of a model that will be started soon."""
-
-    model: str
-
-
 class JoinUnit(HostCommand, frozen=True):
     """Serve what `unit_spec` says from now on, among it the new model."""
 
@@ -97,7 +91,7 @@ class ReadState(HostCommand, frozen=True):
     """Answered with the unit scheduler's `state`, when there is one that answers."""
 
 
-AnyCommand = StartModel | StopModel | ReadAhead | JoinUnit | StartMigrator | Tell | ReadState
+AnyCommand = StartModel | StopModel | JoinUnit | StartMigrator | Tell | ReadState
 
 
 class Follow(Message):

@@ -26,7 +26,6 @@ from muxserve.cluster.host_link import (
     ControllerEnd,
     HostEvent,
     JoinUnit,
-    ReadAhead,
     ReadState,
     Sized,
     StartMigrator,
@@ -228,10 +227,6 @@ class RemoteUnit:
 
     async def forget(self, model: str) -> None:
         """See `UnitHandle.forget`. Where units are elsewhere, nothing is kept."""
-
-    async def prefetch(self, model: str) -> None:
-        """See `UnitHandle.prefetch`."""
-        (await self._ask(ReadAhead(model))).check(model)
 
     def start_migrator(self) -> None:
         """See `UnitHandle.start_migrator`."""

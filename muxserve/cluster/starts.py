@@ -255,10 +255,6 @@ class UnitStarts(ParentEvents, ABC):
             GaveUp: it does not fit, in words and numbers.
         """
 
-    def copied(self, model: str) -> bool:
-        """Whether the host's memory has the weights of a model on GPUs that sleeps."""
-        return False
-
     async def forget(self, model: str) -> None:
         """Let go of what is kept of a model that sleeps."""
 

@@ -38,7 +38,6 @@ from muxserve.cluster.host_link import (
     AnyCommand,
     HostEnd,
     JoinUnit,
-    ReadAhead,
     ReadState,
     Sized,
     StartMigrator,
@@ -118,14 +117,12 @@ async def carry_out(host: UnitHost, command: AnyCommand) -> dict[str, Any] | Non
     """
     names = [model.name for model in host.unit_spec.models]
     match command:
-        case StartModel(name) | StopModel(name) | ReadAhead(name) if name not in names:
+        case StartModel(name) | StopModel(name) if name not in names:
             raise GaveUp(HOST, f"{host.unit_spec.unit} has no model {name}")
         case StartModel(model):
             await host.start_model(model)
         case StopModel(model):
             await host.stop_model(model)
-        case ReadAhead(model):
-            await host.prefetch(model)
         case StartMigrator():
             host.start_migrator()
         case JoinUnit(model, unit_spec, needs):

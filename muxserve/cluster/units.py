@@ -110,10 +110,6 @@ class UnitHandle(Protocol):
     async def forget(self, model: str) -> None:
         """A model that sleeps is served no longer: let go of all that is kept for its next wake."""
 
-    async def prefetch(self, model: str) -> None:
-        """Have the disk read the weights of a model that it declares and that sleeps, as far as that is possible: it
-        will be started soon."""
-
     def start_migrator(self) -> None:
         """Have a migrator from now on, if there is none."""
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from muxserve.global_scheduler.resident_scheduler import ResidentScheduler
 from muxserve.scheduling.residency import Residency
-from muxserve.scheduling.residency_types import Prefetch, Refuse, Residence, Sleep, Wake
+from muxserve.scheduling.residency_types import Refuse, Residence, Sleep, Wake
 from muxserve.scheduling.turns import TurnModel, TurnRules, TurnStanding, turn_round, turns_over, waiting_since
 from muxserve.spec import ResidencySpec
 from muxserve.wire import MemoryReport, PoolsLoad
@@ -136,8 +136,6 @@ class MemoryBalance:
                 scheduler.wake(now, change.beyond)
             elif isinstance(change, Sleep):
                 scheduler.put_to_sleep(change.reason, change.ahead, now)
-            elif isinstance(change, Prefetch):
-                scheduler.prefetch()
             elif isinstance(change, Refuse):
                 needs = self.policy.sizes.needs(change.model)
                 missing = f"{change.missing} of them are missing although all others sleep"
@@ -221,7 +219,6 @@ class MemoryBalance:
                 "waits_for": scheduler.waits_for(now) or None,
                 "trouble": scheduler.trouble(now) or None,
                 "wakes": figures.wakes,
-                "prefetched": figures.prefetched,
                 "failed_wakes": figures.failed_wakes,
                 "last_wake_seconds": round(figures.last_wake_seconds, 4) if figures.wakes else None,
                 "last_wake_ago_seconds": round(now - woken, 3) if math.isfinite(woken) else None,

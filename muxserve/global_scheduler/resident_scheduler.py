@@ -15,7 +15,7 @@ from muxserve.replicas.global_scheduler import GlobalScheduler
 from muxserve.replicas.views import InstanceLoad
 from muxserve.scheduling.residency_types import Residence, Standing
 from muxserve.scheduling.turns import StoppedRequest, TurnModel, TurnStanding, next_due
-from muxserve.wire import Place, PrefetchModel, StopReplica, Waits
+from muxserve.wire import Place, StopReplica, Waits
 
 log = logging.getLogger(__name__)
 
@@ -28,14 +28,13 @@ TROUBLE_SECONDS = 60.0
 
 @dataclass(slots=True)
 class WakeFigures:
-    """What happened to a model: counts (`prefetched`: how often its weights were read before a wake), the last wake in
+    """What happened to a model: counts, the last wake in
     seconds and when it ended, requests that were dispatched after a wait for it and what they waited together, requests
     refused, evictions (`ahead`: before anybody waited for the memory) and the reason of the last, and how often its
     turn was over before it had finished."""
 
     wakes: int = 0
     failed_wakes: int = 0
-    prefetched: int = 0
     last_wake_seconds: float = 0.0
     last_wake_at: float = -math.inf
     waited: int = 0
@@ -71,8 +70,6 @@ class ResidentScheduler(ModelScheduler):
         self._idle_since: float | None = None
         # What it was put to sleep for last: see `WakeFigures.ahead`.
         self._ahead = False
-        # Whether it is prefetched for its next wake.
-        self._prefetched = False
         self._now = -math.inf
         # Since when it is awake for its turn; seconds of one of its steps, as last reported.
         self._turn_since = -math.inf
@@ -197,17 +194,8 @@ class ResidentScheduler(ModelScheduler):
         self._stopping.clear()
         self._died.clear()
         self.asked = 0
-        self._prefetched = False
         self._become(Residence.WAKING, now)
         self._start(1)
-
-    def prefetch(self) -> None:
-        """It is woken when there is memory for it: have its weights at hand by then. They are read into the kernel's
-        page cache, which is nobody's memory."""
-        if not self._prefetched:
-            self._prefetched = True
-            self.figures.prefetched += 1
-            self._out.to_controller(PrefetchModel(self.model))
 
     def starting(self, now: float) -> None:
         """The controller is starting it, as the scheduler before this one wanted."""

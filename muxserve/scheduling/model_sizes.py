@@ -127,7 +127,7 @@ class ModelSizes:
         if standing.residence is Residence.ASLEEP:
             return 0
         if standing.residence is Residence.WAKING:
-            return max(standing.held, self._needs[standing.model])
+            return self._needs[standing.model]
         return max(standing.held, self._expected[standing.model])
 
     def balance(self, room: int, standings: Iterable[Standing], times: WakeTimes) -> Balance:

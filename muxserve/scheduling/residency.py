@@ -2,7 +2,7 @@
 
 Pure: from requests, measurements and the time it decides which models to wake and which to put to sleep. A model sleeps
 only because another one needs its memory, or is about to. Requests for sleeping models wait, grouped by model, so that
-one wake serves all of them. While a model waits for memory, its weights are prefetched into free memory. The parts:
+one wake serves all of them. The parts:
 
 | module | what it decides or knows |
 |---|---|
@@ -31,7 +31,6 @@ from muxserve.scheduling.model_sizes import Balance, ModelSizes
 from muxserve.scheduling.pool_room import PoolRoom
 from muxserve.scheduling.residency_types import (
     Change,
-    Prefetch,
     Refuse,
     Residence,
     ResidencyRules,
@@ -58,14 +57,13 @@ _WHILE = {
 
 @dataclass(slots=True)
 class _Round:
-    """One decision under way: the models by name, and the bytes for them (`room`). `spare`: free bytes that no wake of
-    this decision takes, for prefetched weights. `decided`: the models that the decision puts to sleep or has stay."""
+    """One decision under way: the models by name, and the bytes for them (`room`). `decided`: the
+    models that the decision puts to sleep or has stay."""
 
     now: float
     standings: Mapping[str, Standing]
     room: int
     balance: Balance
-    spare: int
     queue: list[str]
     changes: list[Change]
     decided: set[str]
@@ -89,8 +87,6 @@ class Residency:
         self.waits_for: dict[str, str] = {}
         # Bytes beyond the limit that models take and may come to take, and nobody is about to give back, as of then.
         self.excess = 0
-        # The bytes in the last `Prefetch` of each model that is being prefetched.
-        self._prefetching: dict[str, int] = {}
         self._wakes_ahead = WakesAhead()
         self.change(rules, models)
 
@@ -147,7 +143,6 @@ class Residency:
         4. KV pools get what their requests wait for.
         5. Memory for the next wakes is kept free, or lent to KV pools.
         6. If nothing else is to be done, a model is woken ahead. KV pools give back what they were lent of its memory.
-        7. The first models that still wait are prefetched.
         """
         by_name = {each.model: each for each in standings}
         self.times.follow(now, by_name.values())
@@ -170,7 +165,7 @@ class Residency:
         self.excess = max(0, -balance.available)
         queue = self.queue(now, by_name.values())
         decided = {change.model for change in changes}
-        this = _Round(now, by_name, room, balance, balance.free, queue, changes, decided)
+        this = _Round(now, by_name, room, balance, queue, changes, decided)
         if self._serve_queue(this):  # 2
             self._let_stay(this)  # 3
             self._serve_pools(this)  # 4
@@ -181,7 +176,7 @@ class Residency:
             self._lend(this)
         self.pools.give(balance.recalled, now)
         self._wakes_ahead.note(changes)
-        return self._prefetch(this) + changes  # 7
+        return changes
 
     # ------------------------------------------------------------ inside
 
@@ -196,7 +191,6 @@ class Residency:
                 balance.free -= need
                 if wakes < at_a_time:
                     wakes += 1
-                    this.spare -= need
                     this.changes.append(Wake(model))
                     self.waits_for[model] = _WHILE[Residence.WAKING]
                 else:
@@ -292,19 +286,3 @@ class Residency:
         more = self.pools.lend(kv, this.balance.free - keep)
         self.pools.take(more)
         this.balance.free -= more
-
-    def _prefetch(self, this: _Round) -> list[Change]:
-        """Step 7: as many waiting models as may be woken at a time are prefetched into the spare bytes, and no others
-        any more. The bytes of prefetched weights count as free elsewhere: if another model needs them, only time is
-        lost. These changes are to be carried out before the others."""
-        woken = {change.model for change in this.changes if isinstance(change, Wake)}
-        allowed: dict[str, int] = {}
-        spare = this.spare
-        for model in [name for name in this.queue if name not in woken][: self.rules.wakes.most]:
-            allowed[model] = min(self.sizes.needs(model), max(0, spare))
-            spare -= allowed[model]
-        asleep = [each for each in this.standings.values() if each.residence is Residence.ASLEEP]
-        given_back = {each.model: 0 for each in asleep if each.held and each.model not in {*allowed, *woken}}
-        before, self._prefetching = self._prefetching, allowed
-        changed = {name: most for name, most in {**given_back, **allowed}.items() if before.get(name) != most}
-        return [Prefetch(name, most) for name, most in changed.items()]

@@ -116,8 +116,8 @@ class Residence(Enum):
 @dataclass(frozen=True, slots=True)
 class Standing:
     """How a model stands: where it is and since when; its running requests; when those that wait for it arrived; the
-    bytes that were measured of it (0: not measured), its KV cache included, or of a sleeping one those that prefetched
-    weights take; and the bytes per second by which that grows."""
+    bytes that were measured of it (0: not measured), its KV cache included; and the bytes per second by which that
+    grows."""
 
     model: str
     residence: Residence
@@ -153,15 +153,6 @@ class Stay:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefetch:
-    """The sleeping model is woken when there is memory for it; by then its weights are to be at hand. They may take so
-    many bytes of the memory already, and no longer what they took of it beyond that."""
-
-    model: str
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Refuse:
     """The model cannot be woken, since `missing` bytes would be missing if all others slept: answer its requests."""
 
@@ -169,4 +160,4 @@ class Refuse:
     missing: int
 
 
-Change = Wake | Sleep | Stay | Prefetch | Refuse
+Change = Wake | Sleep | Stay | Refuse

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from muxserve.scheduling.pool_room import divided, pools_load
 from muxserve.scheduling.residency import Residency
-from muxserve.scheduling.residency_types import Prefetch, Refuse, Residence, Sleep, Standing, Wake
+from muxserve.scheduling.residency_types import Refuse, Residence, Sleep, Standing, Wake
 from muxserve.simulator.events import TimedEvent
 from muxserve.simulator.machine import UnitMachine
 from muxserve.simulator.requests import SimRequest
@@ -252,8 +252,6 @@ class ResidentModels:
                 if model.name in self._resting:
                     self._resting.remove(model.name)
                 self._expect(now)
-            elif isinstance(change, Prefetch):
-                pass  # the kernel reads the weights into memory that nobody counts
             elif isinstance(change, Sleep):
                 model.sleeps += 1
                 model.become(Residence.LEAVING, now)

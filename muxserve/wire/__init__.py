@@ -48,7 +48,6 @@ from muxserve.wire.replicas import (
     Place,
     Placed,
     PoolsLoad,
-    PrefetchModel,
     ReplicaEnded,
     RollingReport,
     RollingRequest,
@@ -162,7 +161,6 @@ __all__ = [
     "Place",
     "Placed",
     "PoolsLoad",
-    "PrefetchModel",
     "Prefilled",
     "Refused",
     "ReplicaEnded",
@@ -214,7 +212,7 @@ AnyMessage = Union[
     PeerCommit, PeerCommitted, PeerRefused, PeerThere, PeerAbort, TakeOver, TakenOver, MovingIn, Retire, Revive, Joined,
     RollingReport, Waits, ShowRequests, HeldRequests, Degraded, EngineSuspect, RequestFailed, StepFailed,
     TimelineRequest, TimelineReply, RequestTrace,
-    MemoryReport, ReplicaEnded, PrefetchModel, SetRoom,
+    MemoryReport, ReplicaEnded, SetRoom,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -217,13 +217,6 @@ class StartReplicas(Message):
     count: int
 
 
-class PrefetchModel(Message):
-    """The global scheduler will want a replica of `model` when there is memory for it: its weights are to be at hand
-    by then."""
-
-    model: str
-
-
 class StopReplica(Message):
     """The replica is drained: the controller ends it."""
 

@@ -152,12 +152,6 @@ async def test_a_model_is_up_when_its_scheduler_and_engines_are(play: Callable[.
     assert not played.unit.up("n")
 
 
-async def test_a_model_is_read_ahead_where_the_unit_is(play: Callable[..., Played]) -> None:
-    played = play()
-    await played.unit.prefetch("n")
-    assert played.host.words == ["ReadAhead n"]
-
-
 async def test_an_end_that_failed_is_told(play: Callable[..., Played]) -> None:
     async def fail() -> None:
         raise RuntimeError("no")

@@ -15,7 +15,6 @@ from muxserve import wire
 from muxserve.cluster.events import Down, Failed, PartId, Ready, Up
 from muxserve.cluster.host_link import (
     AnyCommand,
-    ReadAhead,
     ReadState,
     StartMigrator,
     StartModel,
@@ -86,7 +85,7 @@ async def test_it_serves_what_it_is_told_to(host: Host) -> None:
     assert host.ups() == {*one, *(PartId(kind) for kind in ("memory", "warm_parent", "unit", "migrator"))}
 
     assert (await host.state(ReadState()))["models"]["one"] == {"decoding": 0}
-    for command in (Tell(wire.GatewayDown(3)), ReadAhead("two"), StartModel("two")):
+    for command in (Tell(wire.GatewayDown(3)), StartModel("two")):
         assert (await host.ask(command)).problem == ""
     assert host.ups() >= {PartId("engine", "two", phase) for phase in ("prefill", "decode")}
     for command in (StopModel("one"), StartMigrator()):  # it has one
@@ -110,7 +109,7 @@ async def test_what_cannot_be_done_is_said(host: Host) -> None:
     assert answer.problem == "the weights are of cheese"
     assert answer.part is not None
     assert answer.part.model == "two"
-    commands: list[AnyCommand] = [StartModel("three"), StopModel("three"), ReadAhead("three")]
+    commands: list[AnyCommand] = [StartModel("three"), StopModel("three")]
     for command in commands:
         assert (await host.ask(command)).problem == "u0 has no model three"
     assert host.process.returncode is None

@@ -20,7 +20,6 @@ from muxserve.wire import (
     NotPlaced,
     Placed,
     PoolsLoad,
-    PrefetchModel,
     ReplicaEnded,
     ServedBefore,
     SetRoom,
@@ -74,7 +73,6 @@ class Machine(World):
         self.waiting: dict[str, str] = {}
         self.served: list[str] = []
         self.refused: list[str] = []
-        self.prefetched: list[str] = []
         super().__init__(deployed(names, limit))
         self.measure()
         self.controller()
@@ -142,8 +140,6 @@ class Machine(World):
             match message:
                 case StartReplicas(model, _):
                     self.orders.append(("start", model))
-                case PrefetchModel(model):
-                    self.prefetched.append(model)
                 case StopReplica(model, _):
                     self.orders.append(("stop", model))
                 case Terminating(model, on) if peer == ToUnit("u0"):
@@ -246,24 +242,6 @@ def test_what_was_read_of_a_model_before_it_was_awake_is_not_believed() -> None:
     for _ in range(3):
         machine.say(CONTROLLER, MemoryReport("u0", FIXED + 80, {"a": 80}, wake_peaks={"a": 90}, seconds=1.0))
     assert machine.state()["memory"]["models"]["a"]["needs_bytes"] == 90
-
-
-def test_the_weights_of_a_model_that_waits_for_memory_are_read_once_for_each_wake() -> None:
-    machine = Machine(["a", "b"], FIXED + MODEL + LOADING, service=1.0)
-    machine.ask("r", "a")
-    while "r" not in machine.served:
-        machine.step()
-    assert machine.prefetched == []  # it found memory
-    machine.ask("s", "b")
-    while "s" not in machine.served:
-        machine.step()
-    assert machine.prefetched == ["b"]
-    machine.ask("t", "a")
-    while "t" not in machine.served:
-        machine.step()
-    assert machine.prefetched == ["b", "a"]
-    state = machine.state()["memory"]["models"]
-    assert [state[name]["prefetched"] for name in "ab"] == [1, 1]
 
 
 def test_how_long_an_idle_model_takes_to_sleep_is_measured() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,7 +14,6 @@ from muxserve.scheduling.arrival_rates import ArrivalRates
 from muxserve.scheduling.residency import Residency
 from muxserve.scheduling.residency_types import (
     Change,
-    Prefetch,
     Refuse,
     Residence,
     ResidencyRules,
@@ -35,15 +34,8 @@ STOP_SECONDS = 0.1
 ASLEEP, WAKING, AWAKE, LEAVING = Residence.ASLEEP, Residence.WAKING, Residence.AWAKE, Residence.LEAVING
 
 
-class Movements(Residency):
-    """What it decides but for what is prefetched."""
-
-    def decide(self, now: float, fixed: int | None, standings: Iterable[Standing]) -> list[Change]:
-        return [each for each in super().decide(now, fixed, standings) if not isinstance(each, Prefetch)]
-
-
 def residency(limit: int, **models: WakeCosts) -> Residency:
-    return Movements(ResidencyRules(limit, min_residence=2.0, residence_factor=1.0), models)
+    return Residency(ResidencyRules(limit, min_residence=2.0, residence_factor=1.0), models)
 
 
 # ---------------------------------------------------------------- deadlines
@@ -194,7 +186,7 @@ def test_a_model_never_awake_is_expected_to_be_as_sparing_as_those_that_are_as_l
 
 
 def test_what_is_no_model_counts_as_declared_until_it_was_measured() -> None:
-    policy = Movements(ResidencyRules(100, fixed=30, fixed_margin=5), {"a": WakeCosts(71)})
+    policy = Residency(ResidencyRules(100, fixed=30, fixed_margin=5), {"a": WakeCosts(71)})
     asked = [Standing("a", ASLEEP, 0.0, waiting=[10.0])]
     assert policy.decide(10.0, None, asked) == []
     assert policy.decide(10.0, 24, asked) == [Wake("a")]
@@ -272,7 +264,7 @@ def test_what_putting_to_sleep_takes_is_learnt_and_makes_room_ahead_worth_more()
 
 def test_of_two_wakes_one_after_the_other_comes_first_where_that_serves_more_in_time() -> None:
     costs = WakeCosts(10, seconds=1.0, ttft=1.7)
-    policy = Movements(ResidencyRules(1000, wakes=WakeRules(2, cores=2)), {"a": costs, "b": costs})
+    policy = Residency(ResidencyRules(1000, wakes=WakeRules(2, cores=2)), {"a": costs, "b": costs})
     policy.times.pace.drag = 1.0
     both = [Standing("a", ASLEEP, 0.0, waiting=[10.0]), Standing("b", ASLEEP, 0.0, waiting=[10.0])]
     assert policy.decide(10.0, 10, both) == [Wake("a"), Wake("b")]  # both after 1.5 s
@@ -367,7 +359,7 @@ def test_of_several_that_have_no_room_the_last_serves_on() -> None:
 
 
 def test_beyond_what_there_can_be_requests_are_refused_and_others_go_on() -> None:
-    policy = Movements(ResidencyRules(100, ceiling=120), {"a": WakeCosts(40), "b": WakeCosts(10)})
+    policy = Residency(ResidencyRules(100, ceiling=120), {"a": WakeCosts(40), "b": WakeCosts(10)})
     standings = [Standing("a", ASLEEP, 0.0, waiting=[10.0]), Standing("b", ASLEEP, 0.0, waiting=[12.0])]
     assert policy.decide(20.0, 85, standings) == [Refuse("a", 25), Wake("b")]
     assert policy.decide(20.0, 80, standings)[0] == Wake("a", beyond=20)
@@ -385,47 +377,6 @@ def test_beyond_what_there_can_be_requests_are_refused_and_others_go_on() -> Non
 def test_rules_that_make_no_sense(wrong: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match="must"):
         wrong()
-
-
-# ---------------------------------------------------------------- prefetched weights
-
-
-def prefetching(limit: int, wakes: int = 1, **models: WakeCosts) -> Residency:
-    return Residency(ResidencyRules(limit, min_residence=2.0, residence_factor=1.0, wakes=WakeRules(wakes)), models)
-
-
-def test_who_waits_for_memory_is_prefetched_into_what_is_free_of_it() -> None:
-    policy = prefetching(100, a=WakeCosts(60), b=WakeCosts(60))
-    busy = Standing("a", AWAKE, 0.0, running=1)
-    assert policy.decide(10.0, 10, [busy, Standing("b", ASLEEP, 0.0, waiting=[9.9])]) == [Prefetch("b", 30)]
-    # Said once.
-    assert policy.decide(10.1, 10, [busy, Standing("b", ASLEEP, 0.0, waiting=[9.9], held=30)]) == []
-    # What is prefetched is part of what its wake needs.
-    gone = Standing("a", ASLEEP, 10.2)
-    assert policy.decide(10.2, 10, [gone, Standing("b", ASLEEP, 0.0, waiting=[9.9], held=30)]) == [Wake("b")]
-
-
-def test_prefetched_weights_give_way() -> None:
-    policy = prefetching(100, a=WakeCosts(60), b=WakeCosts(60), c=WakeCosts(20, ttft=1.0))
-    busy, b = Standing("a", AWAKE, 0.0, running=1), Standing("b", ASLEEP, 0.0, waiting=[9.9], held=30)
-    policy.decide(10.0, 10, [busy, b, Standing("c", ASLEEP, 0.0)])
-    # While a model is woken: there is less free memory by then.
-    c = Standing("c", ASLEEP, 0.0, waiting=[10.1])
-    assert policy.decide(10.1, 10, [busy, b, c]) == [Prefetch("b", 10), Wake("c")]
-    # Caches grow.
-    grown = Standing("a", AWAKE, 0.0, running=1, held=85)
-    assert policy.decide(10.2, 10, [grown, b, Standing("c", ASLEEP, 0.0)]) == [Prefetch("b", 5)]
-    # And when nobody waits for the model any more.
-    alone = Standing("b", ASLEEP, 0.0, held=5)
-    assert policy.decide(10.3, 10, [busy, alone, Standing("c", ASLEEP, 0.0)]) == [Prefetch("b", 0)]
-
-
-def test_as_many_are_prefetched_as_may_be_woken_at_a_time() -> None:
-    models = {name: WakeCosts(60) for name in "abcd"}
-    policy = prefetching(100, wakes=2, **models)
-    busy = Standing("a", AWAKE, 0.0, running=1)
-    waiting = [Standing(name, ASLEEP, 0.0, waiting=[9.0 + n / 10]) for n, name in enumerate("bcd")]
-    assert policy.decide(9.3, 10, [busy, *waiting]) == [Prefetch("b", 30), Prefetch("c", 0)]
 
 
 # ---------------------------------------------------------------- properties
@@ -449,7 +400,7 @@ class Place:
     @property
     def taken(self) -> int:
         if self.residence is ASLEEP:
-            return self.held  # what was prefetched
+            return 0
         if self.residence is WAKING:
             return self.most + self.costs.load_bytes
         return self.most if self.served > 1 else self.idle
@@ -521,11 +472,7 @@ class Memory:
 
     def carry_out(self, change: Change, now: float) -> None:
         place = self.places[change.model]
-        if isinstance(change, Prefetch):
-            assert place.residence is ASLEEP
-            assert place.waiting or not change.bytes
-            place.held = change.bytes
-        elif isinstance(change, Wake):
+        if isinstance(change, Wake):
             assert place.residence is ASLEEP
             place.residence, place.until = WAKING, now + place.costs.seconds
             self.wakes += 1
@@ -641,7 +588,7 @@ class Mismeasured(Memory):
             assert self.rules.ceiling is not None
             self.refused += len(self.places[change.model].waiting)
             self.places[change.model].waiting.clear()
-        elif not isinstance(change, Prefetch):
+        else:
             super().carry_out(change, now)
             self.places[change.model].since = now
 

@@ -98,7 +98,6 @@ RESIDENCY_METRICS = (
     ("muxserve_model_engines_rest", "1: it sleeps, and its engines have stayed.", "engines_rest", False),
     ("muxserve_model_last_wake_seconds", "How long its last wake took.", "last_wake_seconds", False),
     ("muxserve_model_wakes", "How often it was woken.", "wakes", True),
-    ("muxserve_model_prefetches", "How often its weights were read before a wake.", "prefetched", True),
     ("muxserve_model_failed_wakes", "Wakes that came to nothing.", "failed_wakes", True),
     ("muxserve_model_evictions", "How often it was put to sleep for want of memory.", "evictions", True),
     ("muxserve_model_evictions_ahead", "Of these, before anybody waited for the memory.", "evictions_ahead", True),
