@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ from muxserve.gateway.grammars.compiler_process import (
 from muxserve.gateway.grammars.compilers import GrammarCompilers, GrammarQueue
 from muxserve.spec import GrammarLimits
 from tests.gateway.unit_specs import model
+from tests.support.patience import PATIENCE
 
 
 class FakeCompilers:
@@ -119,6 +121,65 @@ async def test_what_compilers_are_forked_from_is_replaced_before_any_grammar_was
         while len(forked) < number:
             await asyncio.sleep(0.01)
     compilers.close()
+
+
+async def test_one_that_is_lost_while_its_end_is_waited_for_is_replaced_at_once(
+    fakes: FakeCompilers, forked: list[tuple[Helper, Helper]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks it hears of its death first, and closes its handle: that is not the one which is watched."""
+    monkeypatch.setattr(grammar_compilers, "CHECK_SECONDS", 10 * PATIENCE)
+    dies, lives = fakes.another(), fakes.another()
+    compilers = GrammarCompilers(GrammarLimits(), [dies, lives])
+    compilers.begin()
+    await asyncio.sleep(0)  # both are watched
+    dies.kill()
+    compilers._lose(dies, "is no use any more")
+    others = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]  # they get the number of its handle
+    assert dies.handle in others
+    async with asyncio.timeout(PATIENCE):
+        while not forked:
+            await asyncio.sleep(0)
+    assert [nursery for nursery, _ in forked] == [lives]
+    compilers.close()
+    for other in others:
+        os.close(other)
+
+
+DIES_BEHIND_FORK = """
+import os, signal
+from muxserve.gateway.grammars import compiler_process
+
+gateway, fork = os.getpid(), os.fork
+
+def fork_and_die():
+    pid = fork()
+    if pid and os.getpid() != gateway:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return pid
+
+os.fork = fork_and_die
+first = compiler_process.fork_nursery()
+second = compiler_process.nursery_of(first)
+second.check()
+compiler = compiler_process.compiler_of(second)
+for nursery in (first, second):
+    try:
+        nursery.check()
+    except OSError:
+        print("died")
+    nursery.end()
+signal.pidfd_send_signal(compiler.handle, 0)
+compiler.end()
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_what_a_nursery_has_forked_is_there_although_that_dies_right_behind_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DIES_BEHIND_FORK], capture_output=True, text=True, timeout=3 * PATIENCE
+    )
+    assert done.stdout.split() == ["died", "died", "done"], done.stderr
 
 
 def test_a_process_that_an_event_loop_has_watched_is_ended() -> None:

@@ -3,6 +3,7 @@ nobody else waits for it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -126,18 +127,36 @@ def test_schemas_of_chats_tools_and_responses_are_looked_at_too(client: openai.O
 
 def compiler(gateway: Running) -> psutil.Process:
     """The gateway's grammar compiler."""
-    every = named(gateway, "grammar compiler")  # what it forks for a grammar has its name
-    (found,) = [process for process in every if process.parent() not in every]
+    every = named("grammar compiler", below(gateway))  # what it forks for a grammar has its name
+    (found,) = [each for each, parent in every.items() if parent not in {other.pid for other in every}]
     return found
 
 
-def named(gateway: Running, title: str) -> list[psutil.Process]:
-    """The gateway's processes of that name, whoever forked them."""
-    below = psutil.Process(gateway.pid).children(recursive=True)
-    return [p for p in below if f"muxserve {title}" in " ".join(p.cmdline())]
+def below(gateway: Running) -> list[psutil.Process]:
+    return psutil.Process(gateway.pid).children(recursive=True)
 
 
-def until(condition: Callable[[], bool]) -> None:
+def beside(gateway: Running) -> list[psutil.Process]:
+    """What belongs to the gateway, also forked by one that has died; and to other gateways of these tests."""
+    group, found = os.getpgid(gateway.pid), []
+    for each in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(each.pid) == group:
+                found.append(each)
+    return found
+
+
+def named(title: str, among: list[psutil.Process]) -> dict[psutil.Process, int]:
+    """Those of that name, and who is their parent. Some end while they are looked at."""
+    found = {}
+    for each in among:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if f"muxserve {title}" in " ".join(each.cmdline()):
+                found[each] = each.ppid()
+    return found
+
+
+def until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline
@@ -196,22 +215,17 @@ def test_a_compiler_that_dies_is_replaced_and_no_request_lost(http: httpx.Client
 def test_nothing_is_imported_again_when_compilers_and_what_forks_them_die(http: httpx.Client, gateway: Running) -> None:
     """Each in turn, several times; what one has forked lives on when it dies."""
     assert ask(http, structured_outputs={"choice": ["yes", "at first"]}).status_code == 200
-    first, spares = compiler(gateway), named(gateway, "spare grammar compiler")
+    title = "spare grammar compiler"
+    spares = [*named(title, below(gateway))]
     assert len(spares) == 2
-    group = os.getpgid(gateway.pid)
-
-    def those_of_all() -> set[psutil.Process]:
-        """What is forked by one that has died is not below the gateway any more."""
-        lines = {each: " ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])}
-        found = [each for each, line in lines.items() if "muxserve spare grammar compiler" in line]
-        return {each for each in found if os.getpgid(each.pid) == group}
-
-    first.kill()
+    compiler(gateway).kill()
+    # The next one has its own name when it answers; before, it has that of the nursery which forked it.
+    assert ask(http, structured_outputs={"choice": ["yes", "another"]}).status_code == 200
     for number in range(4):
-        before = those_of_all()
+        before = {*named(title, beside(gateway))}
         spares.pop(0).kill()
-        until(lambda before=before: len(those_of_all()) == len(before) and those_of_all() != before)
-        spares += those_of_all() - before
+        until(lambda before=before: {*named(title, beside(gateway))} - before)
+        spares += {*named(title, beside(gateway))} - before
         assert ask(http, structured_outputs={"choice": ["yes", f"nursery {number}"]}).status_code == 200
     assert "importing vLLM" not in gateway.log
 

@@ -70,6 +70,9 @@ LEAST_JOBS = 64
 NURSERY_SECONDS = 5.0
 IMPORT_SECONDS = 120.0
 _COMPILER, _NURSERY, _ALIVE = b"compiler", b"nursery", b"alive"
+_TITLES = {_COMPILER: "grammar compiler", _NURSERY: "spare grammar compiler"}
+# What a forked process says first, beside a descriptor of itself.
+_HERE = b"."
 # Where in its sources the compiler found it, before what it found.
 _SOURCE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: ")
 _LONGEST_REASON = 500
@@ -334,13 +337,14 @@ class GrammarCompiler:
     def _start(self, ask: Compile) -> None:
         checker = self._checker(ask.model)
         reader, writer = os.pipe()
+        parent = os.getpid()
         pid = os.fork()
         if not pid:
             status = 1
             try:
                 os.close(reader)
                 self._socket.close()
-                status = _compile(checker, ask, writer)
+                status = _compile(checker, ask, writer, parent)
             except MemoryError:
                 status = OUT_OF_MEMORY
             except BaseException:
@@ -401,13 +405,13 @@ class GrammarCompiler:
             self._socket.sendall(frame(compiled))
 
 
-def _compile(checker: Checker, ask: Compile, writer: int) -> int:
-    """A child's whole life; returns its exit status.
+def _compile(checker: Checker, ask: Compile, writer: int, parent: int) -> int:
+    """A child's whole life, which ends with that of `parent`; returns its exit status.
 
     Raises:
         MemoryError: there was not enough.
     """
-    die_with(os.getppid())
+    die_with(parent)
     os.nice(NICENESS)
     # The first to go when the machine runs out of memory.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
@@ -483,22 +487,38 @@ class Helper:
             raise ConnectionResetError("the nursery of grammar compilers has died")
 
     def forks(self, what: bytes) -> Helper:
-        """Have a nursery fork another process.
+        """Have a nursery fork another process. That shows itself at a socket of its own, and so is there for the
+        gateway also if the nursery dies right behind the fork.
 
         Raises:
-            OSError: it has died, or does not answer.
+            OSError: the nursery has died, or does not answer.
         """
-        self.socket.settimeout(NURSERY_SECONDS)
-        self.socket.send(what)
-        _, found, _, _ = socket.recv_fds(self.socket, CHUNK, 2)
-        if len(found) != 2:
-            raise ConnectionResetError("the nursery of grammar compilers has died")
-        return Helper(found[0], socket.socket(fileno=found[1]))
+        ours, theirs = _pair(what)
+        try:
+            with theirs:
+                self.socket.settimeout(NURSERY_SECONDS)
+                socket.send_fds(self.socket, [what], [theirs.fileno()])
+            ours.settimeout(NURSERY_SECONDS)
+            _, found, _, _ = socket.recv_fds(ours, len(_HERE), 1)
+            if len(found) != 1:
+                raise ConnectionResetError("the nursery of grammar compilers has died")
+        except OSError:
+            ours.close()
+            raise
+        ours.settimeout(None)
+        return Helper(found[0], ours)
+
+
+def _pair(what: bytes) -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET if what == _NURSERY else socket.SOCK_STREAM)
 
 
 def fork_nursery() -> Helper:
     """A nursery; only for a process of one thread, which has imported vLLM."""
-    return _fork(_NURSERY, die_with_parent=True)
+    ours, theirs = _pair(_NURSERY)
+    with theirs:
+        pid = _fork(_NURSERY, theirs, dies_with=os.getpid())
+    return Helper(os.pidfd_open(pid), ours)
 
 
 def compiler_of(nursery: Helper) -> Helper:
@@ -519,25 +539,30 @@ def nursery_of(nursery: Helper) -> Helper:
     return nursery.forks(_NURSERY)
 
 
-def _fork(what: bytes, die_with_parent: bool = False) -> Helper:
-    kind = socket.SOCK_SEQPACKET if what == _NURSERY else socket.SOCK_STREAM
-    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
-    parent = os.getpid()
+def _fork(what: bytes, sock: socket.socket, dies_with: int | None = None) -> int:
+    """Fork a process that serves at `sock`; returns its pid. It shows itself there, unless it dies with its parent,
+    which then knows it."""
     pid = os.fork()
     if pid:
-        theirs.close()
-        return Helper(os.pidfd_open(pid), ours)
+        return pid
     status = 1
     try:
-        if die_with_parent:
-            die_with(parent)
-        _close_others(theirs.fileno())
+        if dies_with is not None:
+            die_with(dies_with)
+        _close_others(sock.fileno())
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        (_nurse if what == _NURSERY else run)(theirs)
+        set_title(_TITLES[what])
+        if dies_with is None:
+            handle = os.pidfd_open(os.getpid())
+            socket.send_fds(sock, [_HERE], [handle])
+            os.close(handle)
+        (_nurse if what == _NURSERY else run)(sock)
+        status = 0
+    except ConnectionError:  # the gateway is gone
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -547,18 +572,17 @@ def _fork(what: bytes, die_with_parent: bool = False) -> Helper:
 
 def _nurse(sock: socket.socket) -> None:
     """Be a nursery for the gateway at the other end of `sock`."""
-    set_title("spare grammar compiler")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects the forked processes
-    while what := sock.recv(CHUNK):
+    while True:
+        what, found, _, _ = socket.recv_fds(sock, CHUNK, 1)
+        if not what:
+            return
         if what == _ALIVE:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                sock.send(what)
+                sock.send(what)  # if the gateway is gone, the next read says so
             continue
-        helper = _fork(what)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the next read says that the gateway is gone
-            socket.send_fds(sock, [what], [helper.handle, helper.socket.fileno()])
-        helper.socket.close()
-        os.close(helper.handle)
+        with socket.socket(fileno=found[0]) as theirs:
+            _fork(what, theirs)
 
 
 def start_nursery() -> Helper:
@@ -587,7 +611,6 @@ def start_nursery() -> Helper:
 
 def run(sock: socket.socket) -> None:
     """Be the grammar compiler at the other end of `sock`."""
-    set_title("grammar compiler")
     GrammarCompiler(sock).run()
 
 
@@ -605,6 +628,7 @@ def main() -> None:
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log_to_stderr()
+    set_title(_TITLES[_NURSERY])
     gc.collect()  # what is imported by now is shared by its children
     gc.freeze()
     with socket.socket(fileno=args.socket_fd) as sock:

@@ -11,6 +11,7 @@ import hashlib
 import heapq
 import itertools
 import logging
+import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -325,13 +326,14 @@ class GrammarCompilers:
         """Listen to the compiler, and have another one when it has died."""
         while True:
             try:
-                self._compiler = await self._another()
-                await self._listen(self._compiler)
+                compiler = self._compiler = await self._another()
+                await self._listen(compiler)
                 if self._spent:
                     log.info("the grammar compiler has taken much memory; another one takes its place")
                 else:
                     log.warning("the grammar compiler died; another one takes its place")
-                await asyncio.to_thread(self._compiler.end)
+                self._compiler = None  # its handle may soon be another process's
+                await asyncio.to_thread(compiler.end)
             except OSError as error:
                 log.error("no grammar compiler can be started: %s", error)
                 await asyncio.sleep(RESTART_SECONDS)
@@ -372,7 +374,7 @@ class GrammarCompilers:
                 nursery = await self._forked(self._nurseries[0], compiler_process.nursery_of)
                 if nursery is not None:
                     self._nurseries.append(nursery)
-            ends = {nursery: asyncio.ensure_future(_ended(nursery)) for nursery in self._nurseries}
+            ends = {nursery: _end_of(nursery) for nursery in self._nurseries}
             try:
                 ended, _ = await asyncio.wait(ends.values(), timeout=CHECK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -415,20 +417,20 @@ class GrammarCompilers:
             self._writer = None
 
 
-async def _ended(helper: Helper) -> None:
-    """Until the process has ended."""
+def _end_of(helper: Helper) -> asyncio.Future[None]:
+    """Done when the process has ended. Its handle may be closed meanwhile: what is watched is a copy, since a closed
+    number may soon be another file's."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
+    handle = os.dup(helper.handle)
 
-    def end() -> None:
-        if not ended.done():
-            ended.set_result(None)
+    def forget(_: asyncio.Future[None]) -> None:
+        loop.remove_reader(handle)
+        os.close(handle)
 
-    loop.add_reader(helper.handle, end)
-    try:
-        await ended
-    finally:
-        loop.remove_reader(helper.handle)
+    ended.add_done_callback(forget)
+    loop.add_reader(handle, lambda: None if ended.done() else ended.set_result(None))
+    return ended
 
 
 class Answers:
