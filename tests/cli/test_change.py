@@ -20,6 +20,7 @@ from muxserve.cli.app import app
 from tests.cli.conftest import Endpoint
 from tests.control.fakes import Controller, broken, running
 from tests.support.patience import PATIENCE
+from tests.support.ports import free_port
 
 UNITS = {"u0": ["chat", "code"], "u1": ["chat"]}
 
@@ -83,19 +84,25 @@ def test_drain_add_and_remove(controller: Controller, fleet_file: Path) -> None:
     assert (result.exit_code, result.stdout) == (0, "done: code is served no longer\n")
 
 
-@pytest.mark.parametrize("which", ["8123", "localhost:8123", "http://127.0.0.1:8123/v1"])
+@pytest.mark.parametrize("which", ["{port}", "localhost:{port}", "http://127.0.0.1:{port}/v1"])
 @pytest.mark.parametrize("option", ["--url", "--fleet"])
 def test_a_fleet_is_named_by_port_or_url(controller: Controller, option: str, which: str) -> None:
-    assert run("scale", "code=2", option, which).exit_code == 0
+    assert run("scale", "code=2", option, which.format(port=controller.port)).exit_code == 0
     assert controller.control.calls == [("scale", "code", 2)]
 
 
-@pytest.mark.parametrize("which", ["8124", "http://127.0.0.1:8124", "http://elsewhere.example:8123", "http://[:1"])
+@pytest.mark.parametrize(
+    "which", ["{other}", "http://127.0.0.1:{other}", "http://elsewhere.example:{port}", "http://[:1"]
+)
 def test_a_fleet_elsewhere_is_not_changed(controller: Controller, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    which = which.format(port=controller.port, other=free_port())
     monkeypatch.setenv("MUXSERVE_URL", which)
     result = run("scale", "code=2")
     assert result.exit_code == 2
-    assert f"there is no fleet {which} on this machine; running: {controller.name} (port 8123" in result.stderr
+    assert (
+        f"there is no fleet {which} on this machine; running: {controller.name} (port {controller.port}"
+        in result.stderr
+    )
     assert controller.control.calls == []
 
 
@@ -185,7 +192,7 @@ def test_what_could_not_be_done(controller: Controller) -> None:
         "text": "there is no room for a unit with code more",
         "steps": ["code: to 2"],
         "fleet": {
-            "url": "http://127.0.0.1:8123",
+            "url": controller.url,
             "models": ["chat", "code"],
             "units": [{"name": "u0", "serves": ["chat", "code"]}, {"name": "u1", "serves": ["chat"]}],
         },
@@ -195,13 +202,13 @@ def test_what_could_not_be_done(controller: Controller) -> None:
 def test_status_asks_the_fleet_that_runs_here(controller: Controller, endpoint: Endpoint) -> None:
     result = run("status")
     assert result.exit_code == 2
-    assert "no answer from http://127.0.0.1:8123" in result.stderr
+    assert f"no answer from {controller.url}" in result.stderr
     endpoint.answers = {"/health": (503, {"status": "starting", "models": {}}), "/fleet": (200, {})}
     assert run("status", "--url", endpoint.url).exit_code == 1
-    with running(controller.run_dir.base, {"u0": ["other"]}, port=8124):
+    with running(controller.run_dir.base, {"u0": ["other"]}):
         result = run("status")
     assert result.exit_code == 2
-    assert "(port 8123: chat, code)" in result.stderr
+    assert f"(port {controller.port}: chat, code)" in result.stderr
     assert "several fleets run here; say which with --fleet: " in result.stderr
 
 

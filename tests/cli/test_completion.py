@@ -40,7 +40,7 @@ def test_models_units_and_fleets(controller: Controller) -> None:
     assert completed("muxserve add one.yaml --unit u") == ["u0", "u1"]
     assert completed("muxserve adapter ch") == ["chat"]
     for option in ("--url", "--fleet"):
-        assert completed(f"muxserve status {option} ") == [controller.name, "8123"]
+        assert completed(f"muxserve status {option} ") == [controller.name, str(controller.port)]
     assert completed("muxserve remove --url 9 ") == []
     logs = controller.run_dir.path / "logs"
     (logs / "gateway-0.log").write_text("")

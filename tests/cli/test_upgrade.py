@@ -54,14 +54,14 @@ def test_it_is_done_when_the_fleet_before_has_ended_and_the_new_one_serves(
             if len(looks) == 1:
                 controller.stop()
             elif len(looks) == 3:
-                new.enter_context(running(controller.run_dir.base, {"u0": ["chat"]}))
+                new.enter_context(running(controller.run_dir.base, {"u0": ["chat"]}, port=controller.port))
 
         commands = started(monkeypatch, poll)
         done = CliRunner().invoke(app, ["upgrade", "next.yaml", "--log-dir", "logs"])
     assert len(looks) == 3
     assert done.exit_code == ExitCode.DONE, done.output
     assert f"{controller.name} has ended; process 7 serves the fleet" in done.output
-    options = ["--host", "127.0.0.1", "--port", "8123", "--log-dir", "logs"]
+    options = ["--host", "127.0.0.1", "--port", str(controller.port), "--log-dir", "logs"]
     assert [command[3:] for command in commands] == [["deploy", "next.yaml", "--take-over", *options]]
 
 

@@ -18,6 +18,7 @@ from muxserve.replicas.scaling import ScalingRules
 from muxserve.spec import FleetSpec, GatewaySpec, ModelSpec, UnitEntry, save_fleet
 from muxserve.spec.run_dir import RunDir
 from tests.support.patience import PATIENCE
+from tests.support.ports import free_port
 from tests.support.unit_specs import model_spec, unit_spec_of
 
 
@@ -39,7 +40,7 @@ def model(name: str) -> ModelSpec:
 
 
 def fleet_of(
-    run_dir: str, units: dict[str, list[str]], scaling: dict[str, ScalingRules] | None = None, port: int = 8123
+    run_dir: str, units: dict[str, list[str]], scaling: dict[str, ScalingRules] | None = None, port: int = 0
 ) -> FleetSpec:
     gateway = GatewaySpec("127.0.0.1", port)
     names = list(dict.fromkeys(name for served in units.values() for name in served))
@@ -142,13 +143,15 @@ class FakeControl:
 
 
 class Controller:
-    """A server with a fake fleet, in a thread with a loop of its own."""
+    """A server with a fake fleet, in a thread with a loop of its own. The fleet's endpoint, where nobody listens, is at
+    `port`: a free one, unless it is given."""
 
     def __init__(
-        self, base: Path, units: dict[str, list[str]], scaling: dict[str, ScalingRules] | None = None, port: int = 8123
+        self, base: Path, units: dict[str, list[str]], scaling: dict[str, ScalingRules] | None = None, port: int = 0
     ) -> None:
         self.run_dir = RunDir(base)
-        fleet = fleet_of(str(self.run_dir.path), units, scaling, port)
+        self.port = port or free_port()
+        fleet = fleet_of(str(self.run_dir.path), units, scaling, self.port)
         self.control = FakeControl(fleet, declared_of(fleet))
         self._up = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -156,7 +159,7 @@ class Controller:
         self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()))
 
     async def _serve(self) -> None:
-        self.server = ControlServer(self.control, lambda: "http://127.0.0.1:8123")
+        self.server = ControlServer(self.control, lambda: self.url)
         save_fleet(self.control.fleet)
         self.server.start()
         self._up.set()
@@ -166,6 +169,10 @@ class Controller:
     @property
     def name(self) -> str:
         return self.run_dir.path.name
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
         self._thread.start()
@@ -183,7 +190,7 @@ class Controller:
 
 @contextlib.contextmanager
 def running(
-    base: Path, units: dict[str, list[str]], scaling: dict[str, ScalingRules] | None = None, port: int = 8123
+    base: Path, units: dict[str, list[str]], scaling: dict[str, ScalingRules] | None = None, port: int = 0
 ) -> Iterator[Controller]:
     controller = Controller(base, units, scaling, port)
     controller.start()

@@ -35,9 +35,9 @@ def do(base: Path, command: messages.Command) -> tuple[messages.Done | messages.
 
 
 def test_who(base: Path) -> None:
-    with running(base, UNITS), ControlClient(find(None, base)) as client:
+    with running(base, UNITS) as controller, ControlClient(find(None, base)) as client:
         here = client.who()
-    assert (here.url, here.models) == ("http://127.0.0.1:8123", ["chat", "code"])
+    assert (here.url, here.models) == (controller.url, ["chat", "code"])
     assert [(unit.name, unit.serves) for unit in here.units] == list(UNITS.items())
 
 
@@ -425,14 +425,14 @@ def test_which_fleet(base: Path) -> None:
         find(None, base)
     with running(base, UNITS) as one:
         assert find(None, base).name == one.name
-        with running(base, {"u0": ["other"]}) as two:
+        with running(base, {"u0": ["other"]}, port=one.port) as two:
             assert {fleet.name for fleet in running_fleets(base)} == {one.name, two.name}
-            with pytest.raises(NoFleetError, match=r"say which with --fleet: .*port 8123: (chat, code|other)"):
+            with pytest.raises(NoFleetError, match=rf"say which with --fleet: .*port {one.port}: (chat, code|other)"):
                 find(None, base)
             assert find(two.name, base).path == two.run_dir.path
             # As while one takes over from the other.
             with pytest.raises(NoFleetError, match=r"several fleets run here"):
-                find("8123", base)
+                find(str(one.port), base)
             with pytest.raises(NoFleetError, match="there is no fleet nowhere on this machine; running: "):
                 find("nowhere", base)
 
