@@ -28,15 +28,15 @@ class Shape(Protocol):
 
 
 class ModelPosition(NamedTuple):
-    """Which of `count` models a load is of, from 0: shapes put models apart by it."""
+    """The number of a load's model, from 0, among all `models`: shapes put models apart by it."""
 
     number: int = 0
-    count: int = 1
+    models: int = 1
 
     @property
     def part(self) -> float:
         """The position on a circle that the models divide evenly, in 0..1."""
-        return self.number / self.count
+        return self.number / self.models
 
 
 ALONE = ModelPosition()
@@ -201,7 +201,7 @@ class Groups:
         # Another order of the models in each phase, so that each has other neighbours. Only a step without a divisor in
         # common with their number leads to every place of the circle, and no two models to one.
         step, start = drawn.randrange(1, 1000), drawn.random()
-        while math.gcd(step, position.count) > 1:
+        while math.gcd(step, position.models) > 1:
             step += 1
         return (position.part * step + start) % 1.0 < part
 
