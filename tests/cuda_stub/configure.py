@@ -46,7 +46,7 @@ def checkpoints(directory: Path) -> dict[str, Path]:
 def configure(directory: Path, path: Path, ranks: int, stages: int) -> dict[str, Any]:
     """The configurations of all processes of a unit with one model."""
     from muxserve.engine.cuda.weight_holder import holder_args
-    from muxserve.spec import GpuSpec, PoolSpec, UnitSpec
+    from muxserve.spec import GpuSpec, PolicyName, PoolSpec, UnitSpec
     from muxserve.vllm.args import config_of, engine_args
     from tests.engine.harness import deployed_model
 
@@ -54,7 +54,7 @@ def configure(directory: Path, path: Path, ranks: int, stages: int) -> dict[str,
     model = deployed_model("m", path, ranks, dtype="bfloat16", shape=shape, stages=stages)
     uuids = [f"GPU-{rank:08d}-0000-0000-0000-000000000000" for rank in range(ranks)]
     pool = PoolSpec("main", 2 * model.block_tokens * model.head_dim * 2, 1000)
-    policy = "free" if stages > 1 else "slack"
+    policy: PolicyName = "free" if stages > 1 else "slack"
     unit_spec = UnitSpec(str(directory), "u", policy, 2, [pool], [model], ranks)
     unit_spec = msgspec.structs.replace(unit_spec, gpu=GpuSpec(uuids))
     engines = [config_of(engine_args(unit_spec, "m", phase)) for phase in model.engines]

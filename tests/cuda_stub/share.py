@@ -129,7 +129,7 @@ def checkpoint(directory: Path, name: str) -> Path:
 
 
 def unit_spec_of(directory: Path, path: Path, ranks: int, stages: int) -> Any:
-    from muxserve.spec import GpuSpec, PoolSpec, UnitSpec, save
+    from muxserve.spec import GpuSpec, PolicyName, PoolSpec, UnitSpec, save
     from tests.engine.harness import deployed_model
 
     shape = "one" if stages > 1 else "split"
@@ -138,7 +138,7 @@ def unit_spec_of(directory: Path, path: Path, ranks: int, stages: int) -> Any:
     )
     pool = PoolSpec("main", 2 * model.block_tokens * model.head_dim * 2, 2000)
     gpu = GpuSpec(UUIDS[:ranks], sm_sharing="off")
-    policy = "free" if stages > 1 else "slack"
+    policy: PolicyName = "free" if stages > 1 else "slack"
     spec = UnitSpec(str(directory), "u", policy, 2, [pool], [model], ranks)
     spec = msgspec.structs.replace(spec, gpu=gpu)
     save(spec, directory / "unit.json")
@@ -162,7 +162,7 @@ def contents(worker: Any) -> dict[str, list[Any]]:
 
     from muxserve.engine.cuda.weight_tensors import found_in, kept_by
 
-    found = {}
+    found: dict[str, list[Any]] = {}
     for each in found_in(worker.model_runner.get_model()):
         name = f"{worker.rank}/{each.name}"
         if isinstance(each.value, torch.Tensor):

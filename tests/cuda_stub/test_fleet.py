@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_two_models_on_a_gpu_lose_nothing_to_deaths(deploy: Start) -> None:
     with deploy(model("atlas"), model("frontdesk"), gpus=1, mps="off") as fleet:
         assert length(stream(fleet, "atlas")) == length(stream(fleet, "frontdesk")) == TOKENS
         for words in (("atlas/decode",), ("atlas/prefill",), ("muxserve-memory-manager", "--socket")):
-            assert through(fleet, "atlas", lambda words=words: fleet.kill(*words)) == TOKENS
+            assert through(fleet, "atlas", partial(fleet.kill, *words)) == TOKENS
             fleet.wait_healthy()
         assert length(stream(fleet, "frontdesk")) == TOKENS
         assert said(fleet, "weights of atlas: loading weights") == 1, "they were kept"
@@ -235,6 +236,14 @@ def test_busy_models_take_turns_and_their_engines_stay(deploy: Start) -> None:
         assert all(said(fleet, f"weights of {name}: loading weights") == 1 for name in names)
 
 
+def engine_pids(fleet: Fleet, name: str) -> set[int]:
+    """Of both engines of a model."""
+    engines = [fleet.part(f"engine {name}/{phase}") for phase in ("prefill", "decode")]
+    pids = {each.pid for each in engines if each is not None}
+    assert len(pids) == 2
+    return pids
+
+
 def test_models_come_and_go_where_memory_decides(deploy: Start, tmp_path: Path) -> None:
     """One that was added is loaded when it is asked for, and its engines stay while it sleeps. Nothing of one that was
     removed is kept."""
@@ -254,7 +263,7 @@ def test_models_come_and_go_where_memory_decides(deploy: Start, tmp_path: Path) 
             added = fleet.command("add", str(more))
             assert added.returncode == 0, added.stderr
             assert length(stream(fleet, "atlas")) == TOKENS
-            pids = {fleet.part(f"engine atlas/{phase}").pid for phase in ("prefill", "decode")}
+            pids = engine_pids(fleet, "atlas")
 
             def asleep() -> bool:
                 assert [length(stream(fleet, name, 4)) for name in names] == [4, 4]
@@ -265,7 +274,7 @@ def test_models_come_and_go_where_memory_decides(deploy: Start, tmp_path: Path) 
             fleet.wait(lambda: known(fleet)["atlas"]["engines_rest"], PATIENCE, "its engines rest")
             assert known(fleet)["atlas"]["copy_bytes"] > 0
             assert length(stream(fleet, "atlas")) == TOKENS
-            assert {fleet.part(f"engine atlas/{phase}").pid for phase in ("prefill", "decode")} == pids
+            assert engine_pids(fleet, "atlas") == pids
             fleet.wait(asleep, PATIENCE, "asleep again")
             removed = fleet.command("remove", "atlas")
             assert removed.returncode == 0, removed.stderr
@@ -290,7 +299,7 @@ def test_models_with_sinks_and_with_latents_share_gpus(deploy: Start, ranks: int
     with deploy(*models, gpus=ranks, mps="off") as fleet:
         for name in paths:
             assert length(stream(fleet, name)) == TOKENS
-            assert through(fleet, name, lambda name=name: fleet.kill(f"{name}/decode")) == TOKENS
+            assert through(fleet, name, partial(fleet.kill, f"{name}/decode")) == TOKENS
             fleet.wait_healthy()
             assert length(stream(fleet, name)) == TOKENS
         prompt = PROMPT + 160 * "."
@@ -320,7 +329,7 @@ def test_a_model_with_a_private_cache_shares_a_gpu(deploy: Start) -> None:
         assert length(stream(fleet, "arithmetic")) == length(stream(fleet, "atlas")) == TOKENS
         assert len(engine_trace(fleet, "arithmetic/both").replayed) >= TOKENS - 2
         for words in (("arithmetic/both",), ("muxserve-memory-manager", "--socket")):
-            assert through(fleet, "arithmetic", lambda words=words: fleet.kill(*words)) == TOKENS
+            assert through(fleet, "arithmetic", partial(fleet.kill, *words)) == TOKENS
             fleet.wait_healthy()
         assert length(stream(fleet, "atlas")) == TOKENS
 
@@ -335,7 +344,7 @@ def test_models_with_states_share_gpus(deploy: Start, ranks: int) -> None:
     with deploy(*models, gpus=ranks, gpu_memory=0.1, mps="off") as fleet:
         for name in kinds:
             assert length(stream(fleet, name)) == TOKENS
-            assert through(fleet, name, lambda name=name: fleet.kill(f"{name}/decode")) == TOKENS
+            assert through(fleet, name, partial(fleet.kill, f"{name}/decode")) == TOKENS
             fleet.wait_healthy()
             assert through(fleet, name, lambda: fleet.kill("muxserve-memory-manager", "--socket")) == TOKENS
             fleet.wait_healthy()

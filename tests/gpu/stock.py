@@ -37,7 +37,7 @@ def reference_answers(out: Path) -> dict[str, Any]:
     ]
     try:
         for process in processes:
-            assert process.wait(600) == 0, f"{process.args} failed"
+            assert process.wait(600) == 0, f"{process.args!r} failed"
     finally:
         for process in processes:
             process.kill()
