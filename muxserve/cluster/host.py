@@ -155,11 +155,6 @@ class UnitHost:
         """See `UnitHandle.wait`."""
         await asyncio.shield(self._failed)
 
-    @property
-    def model_parents(self) -> dict[str, int]:
-        """By model, the process that has loaded it and forks its engines."""
-        return {model: process.pid for model, process in self._starts.model_parents.items()}
-
     def gpu_memory(self) -> GpuMemory | None:
         """See `UnitHandle.gpu_memory`."""
         return self._starts.gpu_memory() if self.sized.is_set() else None
@@ -170,7 +165,8 @@ class UnitHost:
         # One that has touched a GPU forks nothing for others.
         takes_orders = self.unit_spec.gpu is None and self.parts[WARM].up.is_set() and self._starts.runs(WARM)
         pid = None if process is None else process.pid
-        return MemoryParents(self.model_parents, pid, self._starts.warm if takes_orders else None)
+        models = {model: parent.pid for model, parent in self._starts.model_parents.items()}
+        return MemoryParents(models, pid, self._starts.warm if takes_orders else None)
 
     async def state(self) -> dict[str, object]:
         """See `UnitHandle.state`."""
@@ -269,7 +265,7 @@ class UnitHost:
     async def stop_model(self, model: str) -> None:
         """See `UnitHandle.stop_model`."""
         self._wanted.discard(model)
-        await self._end_model(model, may_rest=self.unit_spec.resting is not None)
+        await self._end_model(model, may_rest=True)
 
     async def _end_model(self, model: str, may_rest: bool = False) -> None:
         gone = [part for part in self.parts if part.model == model]

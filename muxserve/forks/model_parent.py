@@ -17,7 +17,6 @@ from typing import Any
 
 from muxserve.forks.family import Control, ForkingParent, engine_log, file_name, temporary_files_in
 from muxserve.net.heartbeat import heartbeat_file
-from muxserve.net.page_cache import read_weights_ahead
 from muxserve.net.process import give_way, trim, words
 from muxserve.spec import DECODE_NICENESS, UNIT_FILE, EnginePhase, UnitSpec, load
 
@@ -106,6 +105,7 @@ def _load(unit_spec: UnitSpec, model: str, control: Control) -> tuple[Any, Any, 
     import torch
     from tqdm import tqdm  # type: ignore[import-untyped]
 
+    from muxserve.engine.cpu import weight_files
     from muxserve.engine.cpu.ahead import ThreadedExecutor
     from muxserve.engine.support import refuse_unsupported
     from muxserve.vllm.args import config_of, engine_args
@@ -117,7 +117,7 @@ def _load(unit_spec: UnitSpec, model: str, control: Control) -> tuple[Any, Any, 
         control.event("progress", kind="engine", model=model, phase=phase, detail="loading weights")
     if unit_spec.simulated is None:
         # The disk reads them while vLLM is configured.
-        read_weights_ahead(unit_spec.model(model).path)
+        weight_files.read_ahead(unit_spec.model(model).path)
     # No thread may exist before the fork, since it would not live on in the children: neither an OpenMP team, nor the
     # one that watches progress bars.
     tqdm.monitor_interval = 0

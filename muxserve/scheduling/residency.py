@@ -141,8 +141,9 @@ class Residency:
               the limit, or refused.
         3. Leaving models that requests wait for stay if their memory is promised to nobody.
         4. KV pools get what their requests wait for.
-        5. Memory for the next wakes is kept free, or lent to KV pools.
+        5. Memory for the next wakes is kept free.
         6. If nothing else is to be done, a model is woken ahead. KV pools give back what they were lent of its memory.
+        7. KV pools are lent what the next wake leaves.
         """
         by_name = {each.model: each for each in standings}
         self.times.follow(now, by_name.values())
@@ -173,7 +174,7 @@ class Residency:
             self.restless |= self._room_ahead.short
             if not changes:  # 6
                 changes += self._wakes_ahead.changes(now, balance, by_name.values())
-            self._lend(this)
+            self._lend(this)  # 7
         self.pools.give(balance.recalled, now)
         self._wakes_ahead.note(changes)
         return changes
@@ -277,7 +278,7 @@ class Residency:
         balance.promised = max(0, balance.promised - missing)
 
     def _lend(self, this: _Round) -> None:
-        """Step 5: KV pools get what the next wake leaves, while nobody waits for one."""
+        """Step 7: KV pools get what the next wake leaves, while nobody waits for one."""
         if (kv := self.rules.kv) is None or this.queue:
             return
         woken = {change.model for change in this.changes if isinstance(change, Wake)}

@@ -20,15 +20,15 @@ async def fleet(run_dir: RunDir) -> AsyncIterator[Fleet]:
 
 
 async def test_the_memory_of_a_stopped_model_is_free(fleet: Fleet) -> None:
-    parents = fleet.host.model_parents
+    parents = fleet.host.memory_parents().models
     await fleet.host.stop_model("one")
-    assert fleet.host.model_parents == {"two": parents["two"]}  # nothing of the other counts as awake
+    assert fleet.host.memory_parents().models == {"two": parents["two"]}  # nothing of the other counts as awake
     assert not alive(parents["one"])
     assert alive(parents["two"])
     assert not fleet.host.up("one")
     assert fleet.journal().count("end one") == 1
     await fleet.host.start_model("one")
-    assert fleet.host.model_parents["one"] != parents["one"]
+    assert fleet.host.memory_parents().models["one"] != parents["one"]
     assert fleet.host.up("one")
 
 
