@@ -205,7 +205,7 @@ async def test_no_more_are_asked_at_once_than_there_is_room_for(batches: Batches
 
 async def test_few_lines_of_a_batch_are_in_memory(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "PORTION", 4)
-    held = []
+    held: list[int] = []
 
     def answer(asked: dict[str, Any], tries: int) -> int:
         running = runner._running[name]

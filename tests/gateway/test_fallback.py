@@ -19,9 +19,11 @@ from muxserve.gateway.http.http_request import current_http
 from muxserve.gateway.usage.usage_log import Used
 from muxserve.spec import BudgetSpec, FallbackSpec
 from tests.gateway.test_tenants import OPERATOR, Endpoint, get, tenant
+from tests.support.patience import PATIENCE
 
 BEGIN = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
 DEGRADED = b'data: {"error": {"message": "it cannot start", "code": 503}}\n\n'
+CHAT = "/v1/chat/completions"
 Does = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
@@ -62,9 +64,11 @@ class FallingBack(Endpoint):
         assert http is not None
         await self.does[http.model](scope, receive, send)
 
-    async def ask(self, key: str = OPERATOR, name: str = "a", path: str = "", **body: Any) -> httpx.Response:
+    async def ask(
+        self, key: str = OPERATOR, name: str = "a", path: str = "", route: str = CHAT, **body: Any
+    ) -> httpx.Response:
         async with self.client(key) as http:
-            where = f"{path}/v1/chat/completions"
+            where = f"{path}{route}"
             return await http.post(where, json={**({} if path else {"model": name}), "messages": [], **body})
 
     async def usage(self) -> dict[str, tuple[int, int]]:
@@ -228,7 +232,8 @@ class Elsewhere:
 async def elsewhere() -> AsyncIterator[Elsewhere]:
     stub = Elsewhere()
     app = web.Application()
-    app.router.add_post("/v1/chat/completions", stub.handle)
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+        app.router.add_post(path, stub.handle)
     runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -275,6 +280,97 @@ async def test_streams_are_counted_and_have_what_the_client_asked_for(
     assert answer.text.startswith('data: {"choices": [1]}\n\n')
     assert answer.text.endswith("data: [DONE]\n\n")
     assert await endpoint.usage() == {"a": (1, 3)}
+
+
+@pytest.mark.parametrize(
+    ("route", "events"),
+    [
+        (
+            "/v1/responses",
+            [
+                b'event: response.created\ndata: {"response": {"id": "resp_1", "usage": null}}\n\n',
+                b'event: response.completed\ndata: {"response": {"id": "resp_1", "usage": {"input_tokens": 7, '
+                b'"output_tokens": 3, "input_tokens_details": {"cached_tokens": 2}}}}\n\n',
+            ],
+        ),
+        (
+            "/v1/messages",
+            [
+                b'event: message_start\ndata: {"message": {"usage": {"input_tokens": 7, "output_tokens": 1}}}\n\n',
+                b'event: message_delta\ndata: {"delta": {}, "usage": {"output_tokens": 3}}\n\n',
+                b"event: message_stop\ndata: {}\n\n",
+            ],
+        ),
+    ],
+)
+async def test_streams_of_named_events_are_counted(
+    tmp_path: Path, elsewhere: Elsewhere, route: str, events: list[bytes]
+) -> None:
+    elsewhere.events = events
+    endpoint = beyond(tmp_path, elsewhere)
+    answer = await endpoint.ask(route=route, stream=True)
+    assert answer.content == b"".join(events)
+    assert "stream_options" not in elsewhere.asked[0][1]
+    (row,) = (await get(endpoint, OPERATOR, "/admin/usage")).json()["data"]
+    assert (row["prompt_tokens"], row["output_tokens"]) == (7, 3)
+
+
+@pytest.mark.parametrize("tokens", ["-5", "1e400", "NaN", "1e30", '"many"'])
+async def test_no_number_of_tokens_breaks_what_was_answered(tmp_path: Path, elsewhere: Elsewhere, tokens: str) -> None:
+    elsewhere.events = [b'data: {"choices": [], "usage": {"completion_tokens": %s}}\n\n' % tokens.encode(), REST]
+    endpoint = beyond(tmp_path, elsewhere)
+    answer = await endpoint.ask(stream=True)
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert await endpoint.usage() == {"a": (1, 0)}
+
+
+async def test_options_of_a_stream_that_are_none_are_for_the_endpoint_to_refuse(
+    tmp_path: Path, elsewhere: Elsewhere
+) -> None:
+    elsewhere.events = [REST]
+    answer = await beyond(tmp_path, elsewhere).ask(stream=True, stream_options="x")
+    assert answer.status_code == 200
+    assert elsewhere.asked[0][1]["stream_options"] == "x"
+
+
+async def test_requests_count_for_the_model_that_answers_or_was_asked_for(tmp_path: Path, elsewhere: Elsewhere) -> None:
+    endpoint = FallingBack(tmp_path, refuses, refuses)
+    endpoint.app.fallbacks = {"a": FallbackSpec("b"), "b": FallbackSpec("big", elsewhere.url)}
+    assert (await endpoint.ask()).json()["by"] == "elsewhere"
+    assert await endpoint.usage() == {"a": (1, 3)}
+    elsewhere.status = 503
+    assert (await endpoint.ask()).status_code == 503
+    assert await endpoint.usage() == {"a": (2, 3)}
+
+
+async def test_a_refusal_says_when_to_come_again_as_its_model_knows_it(tmp_path: Path) -> None:
+    def after(seconds: int) -> Does:
+        async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+            http = current_http.get()
+            assert http is not None
+            http.retry_after = seconds
+            await refuses(scope, receive, send)
+
+        return refuse
+
+    assert (await FallingBack(tmp_path, after(7), after(40)).ask()).headers["retry-after"] == "7"
+
+
+async def test_a_gateway_that_drains_waits_for_what_another_endpoint_answers(
+    tmp_path: Path, elsewhere: Elsewhere
+) -> None:
+    elsewhere.events, elsewhere.endless = [EVENTS[0] + EVENTS[1] + b"\n\n"], True
+    endpoint = beyond(tmp_path, elsewhere)
+    asking = asyncio.create_task(endpoint.ask(stream=True))
+    async with asyncio.timeout(PATIENCE):
+        while not elsewhere.asked:
+            await asyncio.sleep(0.001)
+    drained = asyncio.create_task(endpoint.app.until_others_answered())
+    await asyncio.sleep(0)
+    assert not drained.done()
+    elsewhere.endless = False
+    assert (await asking).status_code == 200
+    await drained
 
 
 @pytest.mark.parametrize("status", [401, 429, 500, 503])

@@ -21,8 +21,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -172,10 +172,11 @@ class GatewayApp:
         self.names = ModelNames()
         # What answers in place of a model, by the model's name.
         self.fallbacks: Mapping[str, FallbackSpec] = {}
-        # Requests that another fleet answers, while units go from one to the other.
+        # What answers requests while units go from one fleet to another.
         self.other_fleet: OtherFleet | None = None
-        self._with_other_fleet = 0
-        self._none_with_other_fleet = asyncio.Event()
+        # Requests that another fleet, or another endpoint, answers.
+        self._elsewhere = 0
+        self._none_elsewhere = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -341,6 +342,7 @@ class GatewayApp:
             await self._attempt(name, incoming, send, http)
             return
         first: HeldAnswer | RequestError | None = None
+        first_after: int | None = None
         for step in steps:
             held = HeldAnswer(send)
             if step is not steps[0]:
@@ -367,10 +369,14 @@ class GatewayApp:
                 if first is not None:
                     self._measures.fell_back(name, step.words)
                 return
-            first = first or refused
+            if first is None:
+                first, first_after = refused, http.retry_after
             if self.ended:
                 break
-        http.fallback = ""
+        http.fallback, http.retry_after = "", first_after
+        http.model = self._version(name) or name
+        if http.tenant is not None:
+            http.tenant.model = name
         if isinstance(first, HeldAnswer):
             await first.release()
         elif first is not None:
@@ -379,7 +385,10 @@ class GatewayApp:
     async def _relay(self, name: str, step: FallbackSpec, incoming: _Incoming, send: Send, http: HttpRequest) -> None:
         """Let another endpoint answer a request for the model `name`, which it counts for."""
         http.model = self._version(name) or name
-        used = await relay(step, incoming.path, incoming.body, incoming.replay, send)
+        if http.tenant is not None:
+            http.tenant.model = name
+        with self._answered_elsewhere():
+            used = await relay(step, incoming.path, incoming.body, incoming.replay, send)
         if http.tenant is not None:
             http.tenant.prompted(used.prompt_tokens)
             http.tenant.ended(name, RequestOutcome.COMPLETED.value, used)
@@ -446,19 +455,24 @@ class GatewayApp:
         here."""
         if self.other_fleet is None or http.batch is not None or not is_from_client(scope):
             return False
-        self._with_other_fleet += 1
-        try:
+        with self._answered_elsewhere():
             return await ask_other_fleet(self.other_fleet, http.request_id, body, scope, receive, send)
+
+    @contextmanager
+    def _answered_elsewhere(self) -> Iterator[None]:
+        self._elsewhere += 1
+        try:
+            yield
         finally:
-            self._with_other_fleet -= 1
-            if not self._with_other_fleet:
-                self._none_with_other_fleet.set()
+            self._elsewhere -= 1
+            if not self._elsewhere:
+                self._none_elsewhere.set()
 
     async def until_others_answered(self) -> None:
-        """Until no request is with another fleet."""
-        while self._with_other_fleet:
-            self._none_with_other_fleet.clear()
-            await self._none_with_other_fleet.wait()
+        """Until no request is with another fleet or another endpoint."""
+        while self._elsewhere:
+            self._none_elsewhere.clear()
+            await self._none_elsewhere.wait()
 
     @asynccontextmanager
     async def _signs_of_life(self, send: Send, model: str) -> AsyncIterator[None]:

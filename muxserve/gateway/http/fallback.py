@@ -30,7 +30,9 @@ CONNECT_SECONDS = 5.0
 READ_SECONDS = 300.0
 # An endpoint whose answer is one of these has not answered: its own trouble, or a wrong key, is not the client's.
 _NO_ANSWERS = frozenset({401, 402, 403, 404, 408, 429, 500, 502, 503, 504})
-_EVENT = b"data: "
+_DATA = b"data:"
+# More tokens than these are a mistake of whoever counts them.
+_MOST_TOKENS = 1 << 53
 # The routes whose streams say what they used if they are asked to.
 _COUNTED = frozenset({"/v1/chat/completions", "/v1/completions"})
 
@@ -97,7 +99,9 @@ async def relay(endpoint: FallbackSpec, path: str, body: bytes, replay: BodyRepl
     """
     asked = {**json.loads(body), "model": endpoint.model}
     options = asked.get("stream_options") or {}
-    hidden = path in _COUNTED and bool(asked.get("stream")) and not options.get("include_usage")
+    # What is no object, the endpoint refuses.
+    hidden = path in _COUNTED and bool(asked.get("stream")) and isinstance(options, dict)
+    hidden = hidden and not options.get("include_usage")
     if hidden:
         asked["stream_options"] = {**options, "include_usage": True}
     url = endpoint.url.rstrip("/") + path.removeprefix("/v1")
@@ -153,13 +157,16 @@ async def _whole(answer: aiohttp.ClientResponse, used: Used) -> AsyncIterator[by
 async def _events(answer: aiohttp.ClientResponse, used: Used, hidden: bool) -> AsyncIterator[bytes]:
     """The events as they come, without the last one of what was used if that is `hidden`: the client has not asked for
     it."""
-    async for line in _lines(answer):
-        says_usage = b'"usage"' in line and _count(line.removeprefix(_EVENT), used)
-        if says_usage and hidden:
-            event = json.loads(line.removeprefix(_EVENT))
-            if not event.get("choices"):
-                continue
-        yield line
+    async for event in _lines(answer):
+        said = _said(event)
+        if b'"usage"' in said and _count(said, used) and hidden and not json.loads(said).get("choices"):
+            continue
+        yield event
+
+
+def _said(event: bytes) -> bytes:
+    """The data of an event, which may have a name."""
+    return next((line.removeprefix(_DATA) for line in event.split(b"\n") if line.startswith(_DATA)), b"")
 
 
 async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
@@ -174,14 +181,25 @@ async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 def _count(text: bytes, used: Used) -> bool:
-    """Take from a JSON answer what was used, if it says so."""
+    """Take from a JSON answer, or an event of one, what was used, if it says so. Events of responses have it in the
+    response; those of Anthropic's messages have the prompt's tokens in the message, and the answer's later."""
     try:
-        usage = json.loads(text)["usage"]
-        prompt = int(usage.get("prompt_tokens", usage.get("input_tokens", 0)))
-        output = int(usage.get("completion_tokens", usage.get("output_tokens", 0)))
+        said = json.loads(text)
+        parts = (said, said.get("response"), said.get("message"))
+        usage = next(part["usage"] for part in parts if part and part.get("usage"))
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-        cached = int(details.get("cached_tokens") or 0)
-    except (ValueError, LookupError, TypeError, AttributeError):
+        prompt = _tokens(usage, "prompt_tokens", "input_tokens")
+        output = _tokens(usage, "completion_tokens", "output_tokens")
+        cached = _tokens(details, "cached_tokens")
+    except (ValueError, LookupError, TypeError, AttributeError, StopIteration, RecursionError):
         return False
-    used.prompt_tokens, used.cached_tokens, used.output_tokens = prompt, cached, output
+    used.prompt_tokens = used.prompt_tokens if prompt is None else prompt
+    used.cached_tokens = used.cached_tokens if cached is None else cached
+    used.output_tokens = used.output_tokens if output is None else output
     return True
+
+
+def _tokens(usage: Mapping[str, Any], *names: str) -> int | None:
+    """A number of tokens, under the first of these names that there is."""
+    value = next((usage[name] for name in names if usage.get(name) is not None), None)
+    return int(value) if isinstance(value, int | float) and 0 <= value <= _MOST_TOKENS else None
