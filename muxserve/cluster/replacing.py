@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 import msgspec
@@ -14,6 +15,8 @@ from muxserve.cluster.unit_set import UnitSet
 from muxserve.config import Fleet, Model
 from muxserve.control.changes import ChangeError, NoRoomError, Tell
 from muxserve.spec import FleetSpec, FollowedFleet, next_version, public_name
+
+log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.2
 
@@ -65,7 +68,7 @@ class Replacing:
             await self._stand_down(old, tell)
         try:
             new = await self._try(self._next(declared), homes, count, tell)
-        except ChangeError:
+        except Exception:
             if in_place:
                 await self._bring_back(self._models.declared.with_models([before]), old, homes, count, tell)
             raise
@@ -202,7 +205,9 @@ class Replacing:
         tell(f"{model.name} is started as it was before")
         try:
             await self._switch(model, await self._try(self._next(before), homes, count, tell), tell)
-        except ChangeError as error:
+        except Exception as error:
+            if not isinstance(error, ChangeError):
+                log.exception("%s could not be started again", model.name)
             tell(f"{model.name} is served no longer: {error}")
             self._units.change(
                 versions={name: of for name, of in self._models.fleet.versions.items() if name != model.name}

@@ -619,6 +619,30 @@ async def test_a_version_that_fails_in_place_gives_its_place_back(replaced: Flee
         assert fleet.changes.declared.models == []
 
 
+@pytest.mark.parametrize("again", [True, False])
+async def test_whatever_goes_wrong_in_place_the_old_version_is_started_again(
+    replaced: Fleet, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    fleet, steps, replacing = replaced, list[str](), replaced.changes._replacing
+    plan, failures = replacing._plan_version, [OSError("the checkpoint cannot be read")] * (1 if again else 2)
+
+    async def fails(*args: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await plan(*args)
+
+    monkeypatch.setattr(replacing, "_plan_version", fails)
+    with pytest.raises(OSError, match="the checkpoint cannot be read"):
+        await replacing.replace(of_one("bfloat16"), said(steps), in_place=True)
+    # Nobody is told for ever to come back soon.
+    assert "" not in fleet.controller.fleet.versions.values()
+    if again:
+        assert versions(fleet) == (["one@2", "two"], {"one": "one@2"}, ())
+    else:
+        assert "one is served no longer: the checkpoint cannot be read" in steps
+        assert versions(fleet) == (["two"], {}, ())
+
+
 async def test_the_global_scheduler_starts_and_stops_replicas(pair: Fleet) -> None:
     pair.tell("orders", "start two 1")
     await pair.until(lambda: pair.serves.get("u2") == ["two"])
