@@ -148,16 +148,24 @@ def check_add(fleet: FleetSpec, text: str, file: str, base: str, unit: str = "",
     return declared
 
 
-def check_from_elsewhere(declared: Fleet, names: Collection[str]) -> None:
-    """Whether models that are new may come from whoever has an admin's key and is not on the machine: engine options
-    can name code that engines run.
+def check_from_elsewhere(declared: Fleet, names: Collection[str], fleet: FleetSpec) -> None:
+    """Whether models may come from whoever has an admin's key and is not on the machine: engine options of those that
+    are new, `names`, can name code that engines run, and a key in a variable or a file of the machine would be sent to
+    whatever endpoint is named with it.
 
     Raises:
-        ChangeError: one has engine options.
+        ChangeError: one has engine options, or a fallback with a key that `fleet` does not send there.
     """
     message = "can name code to run, and comes from the fleet's own machine only; use `muxserve add` or `apply` there"
     problems = [
         str(declared.model_problem(name, "engine_args", message)) for name in names if declared.model(name).engine_args
+    ]
+    sent = {(each.url, each.key) for each in fleet.fallbacks.values()}
+    message = "has a key of the fleet's own machine, and comes from there only; use `muxserve add` or `apply` there"
+    problems += [
+        str(declared.model_problem(model.name, "fallback", message))
+        for model in declared.models
+        if (to := model.fallback) is not None and to.key is not None and (to.url, to.key) not in sent
     ]
     if problems:
         raise WrongCommandError("\n".join(problems))

@@ -140,7 +140,7 @@ class ControlServer:
                     declared = await asyncio.to_thread(rules.check_add, fleet, text, file, place, unit, bool(base))
                     name = declared.models[0].name
                     if not base:
-                        rules.check_from_elsewhere(declared, [name])
+                        rules.check_from_elsewhere(declared, [name], fleet)
                     await self._control.add(declared, tell, unit)
                     return messages.Done(f"{name} is served{_where(self._control.fleet, name)}")
                 case messages.Apply():
@@ -179,7 +179,7 @@ class ControlServer:
         )
         plan = await asyncio.to_thread(plan_changes, control.fleet, control.declared, wanted)
         if not command.base:
-            rules.check_from_elsewhere(wanted, [*plan.add, *plan.replace])
+            rules.check_from_elsewhere(wanted, [*plan.add, *plan.replace], control.fleet)
         for name in plan.replace:
             await self._look_for_room(plan, wanted.with_models([wanted.model(name)]), command.in_place, tell)
         lines, left = plan.lines(), plan.left()

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from muxserve.gateway.http import changes
 from muxserve.gateway.http.changes import ChangeRoutes
 from muxserve.gateway.http.errors import Message, RequestError
+from muxserve.spec import FallbackSpec
 from tests.control.fakes import Controller, broken, running
 from tests.gateway.rig import Running
 from tests.support.checkpoint_files import write_checkpoint
@@ -86,6 +90,7 @@ async def test_mistakes_are_refused(controller: Controller, path: str, order: ob
 
 
 NEW = b"models:\n  - name: new\n    hub: org/new\n"
+THEIRS = b"    fallback: {url: 'http://theirs.example/v1', key: 'env:HOME'}\n"
 
 
 async def test_a_model_comes_and_goes_as_a_resource(controller: Controller) -> None:
@@ -166,6 +171,8 @@ async def test_paths_are_those_of_the_fleets_own_file_and_variables_the_controll
             "dry_run=true",
             r"body:4: .*engine_args: can name code",
         ),
+        ("/admin/models", NEW + THEIRS, "", r"body:4: .*fallback: has a key of the fleet's own machine"),
+        ("/admin/apply", NEW + THEIRS, "dry_run=true", r"body:4: .*fallback: has a key of the fleet's own machine"),
         ("/admin/apply", b"models: []", "", "body:1: models: "),
         ("/admin/apply", NEW, "dry_run=yes", "dry_run is true or false"),
     ],
@@ -177,6 +184,35 @@ async def test_mistakes_in_a_file_are_told_with_key_and_line(
         await Asked(controller)(path, body, query=query)
     assert refused.value.status == 400
     assert not controller.control.calls
+
+
+async def test_a_fallback_keeps_the_key_that_is_sent_there_already(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_KEY_OF_THE_TEST", "secret")
+    control = controller.control
+    ours = FallbackSpec("chat", "http://theirs.example/v1", "secret")
+    control.fleet = msgspec.structs.replace(control.fleet, fallbacks={"chat": ours})
+    fallback = "fallback: {url: 'http://theirs.example/v1', key: 'env:A_KEY_OF_THE_TEST'}"
+    text = f"models: [{{name: chat, hub: org/chat, replicas: 2, {fallback}}}, {{name: code, hub: org/code}}]"
+    assert (await Asked(controller)("/admin/apply", text.encode()))["result"] == "done"
+    with pytest.raises(RequestError, match="has a key of the fleet's own machine"):
+        await Asked(controller)("/admin/apply", text.replace("theirs", "others").encode())
+
+
+async def test_changes_that_wait_take_no_thread_of_anybody_else(controller: Controller) -> None:
+    loop, ask = asyncio.get_running_loop(), Asked(controller)
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    controller.control.hold = threading.Event()
+    waiting = [asyncio.create_task(ask("/admin/scale", {"model": "chat", "replicas": 3})) for _ in range(2)]
+    await asyncio.sleep(0)
+    try:
+        while not controller.control.began.is_set():
+            await asyncio.sleep(0.01)
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "usage"), PATIENCE) == "usage"
+    finally:
+        controller.control.hold.set()
+        await asyncio.gather(*waiting)
 
 
 async def test_what_was_applied_before_a_failure_is_said_to_stay(controller: Controller) -> None:
@@ -201,9 +237,10 @@ async def test_without_keys_nobody_changes_a_fleet(controller: Controller) -> No
 
 
 async def test_as_many_as_may_wait(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = Asked(controller)
     monkeypatch.setattr(changes, "MOST_WAITING", 0)
     with pytest.raises(RequestError, match="changes wait already") as refused:
-        await Asked(controller)("/admin/scale", {"model": "chat", "replicas": 2})
+        await ask("/admin/scale", {"model": "chat", "replicas": 2})
     assert refused.value.status == 429
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -27,7 +28,8 @@ from muxserve.control.client import ControlClient, FleetEndedError, NoFleetError
 from muxserve.gateway.http.body import BodyMemory, read_body
 from muxserve.gateway.http.errors import App, Receive, RequestError, Scope, Send, check_method, respond_json
 
-# One change runs at a time; the others wait in the controller, each with a thread here.
+# One change runs at a time; the others wait in the controller, each with a thread here. These are no threads of the
+# event loop's: there are few of them, and usage, batches and metrics need them meanwhile.
 MOST_WAITING = 8
 MAX_BODY_BYTES = 1 << 20
 
@@ -132,6 +134,7 @@ class ChangeRoutes:
         self._fleet = RunningFleet(Path(run_dir))
         self._has_keys = has_keys
         self._bodies = BodyMemory(MAX_BODY_BYTES)
+        self._threads = ThreadPoolExecutor(MOST_WAITING, "changes")
         self._waiting = 0
 
     def apps(self) -> dict[str, App]:
@@ -194,7 +197,8 @@ class ChangeRoutes:
         self._waiting += 1
         try:
             # In a thread that goes on when the client leaves.
-            steps, answer = await asyncio.shield(asyncio.to_thread(self._do, command))
+            doing = asyncio.get_running_loop().run_in_executor(self._threads, self._do, command)
+            steps, answer = await asyncio.shield(doing)
         finally:
             self._waiting -= 1
         if isinstance(answer, messages.CommandRefused):
