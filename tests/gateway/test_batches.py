@@ -15,11 +15,13 @@ import openai
 import pytest
 
 from muxserve.gateway.batches import runner as runner_module
+from muxserve.gateway.batches import store as store_module
 from muxserve.gateway.batches.asking import WholeAnswer, ask
 from muxserve.gateway.batches.lines import PlannedLine
-from muxserve.gateway.batches.routes import BatchRoutes, apps
+from muxserve.gateway.batches.routes import MOST_OF_ONE, BatchRoutes, apps
 from muxserve.gateway.batches.runner import BatchRunner
 from muxserve.gateway.batches.store import LEASE_SECONDS, BatchStore, FullError, LeaseLostError, StoredBatch
+from muxserve.gateway.http import body as body_module
 from muxserve.gateway.http.errors import Receive, Scope, Send, respond_json
 from muxserve.gateway.http.http_request import BatchCaller, current_http
 from muxserve.gateway.limits.admission import Caller
@@ -564,9 +566,78 @@ async def test_mistakes_about_batches_say_what_to_do(tmp_path: Path) -> None:
         )
         assert broken.status_code == 400
         assert (await http.put("/v1/files")).status_code == 405
-        assert (await http.get("/v1/batches?limit=x")).status_code == 400
+        for limit in ("x", "0", "-1", "%C2%B2", "9" * 5000):
+            assert (await http.get(f"/v1/batches?limit={limit}")).status_code == 400
     assert [path.name for path in (tmp_path / "batches/files").iterdir()] == []
     served.store.close()
+
+
+class Upload:
+    """A client that sends a file, and no more of it than it wants to."""
+
+    def __init__(self, served: Served, key: str) -> None:
+        self.status = 0
+        self.parts: asyncio.Queue[bytes] = asyncio.Queue()
+        headers = [
+            (b"authorization", f"Bearer {key}".encode()),
+            (b"content-type", b"multipart/form-data; boundary=x"),
+        ]
+        scope = {"type": "http", "method": "POST", "path": "/v1/files", "headers": headers}
+        self.task = asyncio.create_task(served.endpoint.app(scope, self._receive, self._send))
+
+    async def _receive(self) -> Any:
+        part = await self.parts.get()
+        if not part:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": part, "more_body": True}
+
+    async def _send(self, message: Any) -> None:
+        self.status = self.status or message["status"]
+
+
+async def test_a_tenant_leaves_places_for_files_of_others(tmp_path: Path) -> None:
+    served = Served(tmp_path, tenant("one"), tenant("two"))
+    first = [Upload(served, "one") for _ in range(MOST_OF_ONE)]
+    await asyncio.sleep(0)
+    over = Upload(served, "one")
+    async with asyncio.timeout(PATIENCE):
+        await over.task
+    assert over.status == 503
+    async with served.client("two") as two:
+        await two.files.create(file=("in.jsonl", b"{}"), purpose="batch")
+    for each in first:
+        each.parts.put_nowait(b"")
+    await asyncio.gather(*(each.task for each in first))
+    async with served.client("one") as one:
+        await one.files.create(file=("in.jsonl", b"{}"), purpose="batch")
+    served.store.close()
+
+
+async def test_a_file_that_comes_too_slowly_keeps_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(body_module, "SLOWEST_BYTES_PER_SECOND", 1 << 30)
+    served = Served(tmp_path)
+    upload = Upload(served, OPERATOR)
+    upload.parts.put_nowait(b'--x\r\ncontent-disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n')
+    async with asyncio.timeout(PATIENCE):
+        while not upload.task.done():
+            upload.parts.put_nowait(b" ")
+            await asyncio.sleep(0.01)
+    assert upload.status == 408
+    served.store.close()
+
+
+def test_open_batches_of_one_keep_out_nobody_else(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "MOST_OPEN", 2)
+    first, _ = batches.new("one"), batches.new("two")
+    with pytest.raises(FullError, match="2 batches are open already"):
+        batches.new("three")
+    file = batches.store.open_batches()[0].input_file_id
+    batches.store.create("another", "", CHAT, file, ("24h", 60.0), None)
+    batches.store.cancel(first)
+    assert batches.store.claim()
+    batches.store.end(batches.store.open_batches()[0], "cancelled", lambda line: "")
+    batches.new("three")
 
 
 async def test_without_a_place_for_them_there_are_no_batches(tmp_path: Path) -> None:

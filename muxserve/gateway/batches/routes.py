@@ -15,6 +15,7 @@ import asyncio
 import logging
 import re
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -28,7 +29,7 @@ from python_multipart.multipart import Field, File, parse_options_header
 
 from muxserve.gateway.batches.lines import ENDPOINTS
 from muxserve.gateway.batches.store import BatchStore, FullError, StoredFile
-from muxserve.gateway.http.body import STALL_SECONDS, BodyMemory, ClientGoneError, read_order
+from muxserve.gateway.http.body import BodyMemory, ClientGoneError, latest, read_order
 from muxserve.gateway.http.errors import (
     CLOSE,
     Receive,
@@ -39,6 +40,7 @@ from muxserve.gateway.http.errors import (
     no_such_path,
     only_get,
     respond_json,
+    retry_after,
     shortened,
 )
 from muxserve.gateway.http.own_paths import CallerApp
@@ -50,13 +52,14 @@ log = logging.getLogger(__name__)
 FILES, BATCHES = "/v1/files", "/v1/batches"
 MOST_FILE_BYTES = 200 << 20
 MAX_BODY_BYTES = 1 << 16
-# Files that are being sent at a time.
-MOST_UPLOADS = 8
+# Files that are being sent at a time, of all tenants and of one.
+MOST_UPLOADS, MOST_OF_ONE = 8, 4
 CHUNK_BYTES = 1 << 20
 MOST_LISTED = 100
 # OpenAI's bounds of `metadata`.
 MOST_ENTRIES, MOST_NAME, MOST_VALUE = 16, 64, 512
-_WINDOW = re.compile(r"(\d{1,6})([smhd])")
+_WINDOW = re.compile(r"([0-9]{1,6})([smhd])")
+_LIMIT = re.compile(r"[1-9][0-9]{0,8}")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 MOST_WINDOW_SECONDS = 7 * 86400.0
 
@@ -101,7 +104,7 @@ class BatchRoutes:
         self._store = store
         self._changed = changed
         self._bodies = BodyMemory(MAX_BODY_BYTES)
-        self._uploads = 0
+        self._uploads: Counter[str] = Counter()
 
     # ------------------------------------------------------------ files
 
@@ -152,10 +155,11 @@ class BatchRoutes:
         await send({"type": "http.response.body", "body": b""})
 
     async def _upload(self, owner: str, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._uploads >= MOST_UPLOADS:
-            message = f"{MOST_UPLOADS} files are being sent already; try again in a moment"
-            raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, message, headers=[CLOSE])
-        self._uploads += 1
+        own, all_uploads = self._uploads[owner], self._uploads.total()
+        if own >= MOST_OF_ONE or all_uploads >= MOST_UPLOADS:
+            message = f"{max(own, all_uploads)} files are being sent already; try again in a moment"
+            raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, message, headers=[CLOSE, retry_after(1)])
+        self._uploads[owner] += 1
         written = self._store.new_path()
         try:
             form = await _read_form(scope, receive, written)
@@ -171,7 +175,7 @@ class BatchRoutes:
                 message = f"{error}; delete files that are needed no longer"
                 raise RequestError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message) from None
         finally:
-            self._uploads -= 1
+            self._uploads[owner] -= 1
             written.unlink(missing_ok=True)
         await respond_json(send, self._shown(file))
 
@@ -258,8 +262,8 @@ def _page(rows: Sequence[Mapping[str, Any]], scope: Scope) -> dict[str, object]:
     """The part of a list that `?after=ID&limit=N` asks for."""
     asked = _query(scope)
     limit = asked.get("limit", str(MOST_LISTED if scope["path"].startswith(FILES) else 20))
-    if not limit.isdigit() or int(limit) < 1:
-        raise RequestError(HTTPStatus.BAD_REQUEST, f"'limit' is a number, not {limit[:20]!r}", param="limit")
+    if _LIMIT.fullmatch(limit) is None:
+        raise RequestError(HTTPStatus.BAD_REQUEST, f"'limit' is a number above 0, not {limit[:20]!r}", param="limit")
     after = asked.get("after")
     first = next((place + 1 for place, row in enumerate(rows) if row["id"] == after), 0 if after is None else len(rows))
     page = rows[first : first + int(limit)]
@@ -315,13 +319,15 @@ async def _read_form(scope: Scope, receive: Receive, written: Path) -> UploadFor
     config = {"UPLOAD_DIR": str(written.parent), "MAX_FIELDS": 16, "MAX_FIELD_SIZE": 1 << 16}
     parser = FormParser("multipart/form-data", on_field, on_file, boundary=options[b"boundary"], config=config)
     size, more = 0, True
+    clock = asyncio.get_running_loop().time
+    begun = clock()
     try:
         while more:
             try:
-                async with asyncio.timeout(STALL_SECONDS):
+                async with asyncio.timeout_at(latest(begun, clock(), size)):
                     message = await receive()
             except TimeoutError:
-                text = f"the file stopped coming after {size} bytes"
+                text = f"the file stopped coming after {size} bytes, or came too slowly"
                 raise RequestError(HTTPStatus.REQUEST_TIMEOUT, text, headers=[CLOSE]) from None
             if message["type"] == "http.disconnect":
                 raise ClientGoneError

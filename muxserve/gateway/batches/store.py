@@ -29,7 +29,7 @@ from muxserve.spec import BatchesSpec
 
 LOCKED_SECONDS = 5.0
 LEASE_SECONDS = 10.0
-# Batches that may be there at a time, and have not ended.
+# Batches of a tenant that may be there at a time, and have not ended.
 MOST_OPEN = 1000
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 
@@ -189,12 +189,12 @@ class BatchStore:
         in seconds. Returns its id.
 
         Raises:
-            FullError: there are as many batches as there may be.
+            FullError: `owner` has as many batches as there may be.
         """
         name, now = f"batch_{secrets.token_hex(12)}", self.clock()
         with self._transaction():
-            query = f"SELECT count(*) FROM batches WHERE status IN ({_marks(OPEN)})"
-            if self._db.execute(query, OPEN).fetchone()[0] >= MOST_OPEN:
+            query = f"SELECT count(*) FROM batches WHERE owner = ? AND status IN ({_marks(OPEN)})"
+            if self._db.execute(query, (owner, *OPEN)).fetchone()[0] >= MOST_OPEN:
                 raise FullError(f"{MOST_OPEN} batches are open already; try again when some have ended")
             self._db.execute(
                 "INSERT INTO batches (id, owner, key, endpoint, input_file_id, completion_window, status, created_at, "

@@ -81,6 +81,11 @@ STALL_SECONDS = 60.0
 SLOWEST_BYTES_PER_SECOND = 1024
 
 
+def latest(begun: float, now: float, size: int) -> float:
+    """When the next part of a body must have come, of which `size` bytes have come since `begun`."""
+    return min(now, begun + size / SLOWEST_BYTES_PER_SECOND) + STALL_SECONDS
+
+
 class ClientGoneError(Exception):
     """The client closed the connection before its request was complete."""
 
@@ -153,9 +158,8 @@ async def read_body(receive: Receive, headers: list[tuple[bytes, bytes]], limit:
     while more:
         if max(size, announced) > limit + DISCARD_BYTES:
             break
-        patience = min(clock(), begun + size / SLOWEST_BYTES_PER_SECOND) + STALL_SECONDS
         try:
-            async with asyncio.timeout_at(patience):
+            async with asyncio.timeout_at(latest(begun, clock(), size)):
                 message = await receive()
         except TimeoutError:
             raise RequestError(
