@@ -50,7 +50,11 @@ from muxserve.planning.report.basis import costs_used
 from muxserve.planning.report.document import SweepPoint
 from muxserve.planning.report.sureness import Sureness, newly_short
 from muxserve.planning.report.what_if import ScalePoint, most_met, with_rates
+from muxserve.planning.specs.unit_demands import refused
+from muxserve.planning.specs.unit_models import as_deployed as as_deployed_unit
 from muxserve.simulator import SimulationError
+from muxserve.spec import SHARES_PER_LEASE
+from muxserve.spec.unit import SHARE_STEPS
 from muxserve.workload import Workload, check_fits
 from placement.cluster import Cluster
 from placement.demand import Demand
@@ -158,9 +162,17 @@ class Planner:
         """The seed of the local search and of the simulations."""
         return self.options.local.seed
 
-    def _surroundings(self, pool: CpuPool | None = None) -> Surroundings:
+    def _surroundings(self, pool: CpuPool | None = None, mode: ModeName = "alone") -> Surroundings:
         network = self.fleet.cluster.network if self.network is None else self.network
-        return Surroundings(self.options.rules, network, pool)
+        return Surroundings(self._rules(mode), network, pool)
+
+    def _rules(self, mode: ModeName) -> MemoryRules:
+        """How the memory of GPUs is divided where models are placed in a mode. Engines that can change their share of
+        the SMs have CUDA graphs for each of these; those of other policies are planned with as much."""
+        cluster = self.fleet.cluster
+        if mode in ("alone", "even") or cluster.mps == "off" or cluster.sm_sharing not in SHARES_PER_LEASE:
+            return self.options.rules
+        return replace(self.options.rules, graph_sets=SHARE_STEPS)
 
     def _demands(self, cluster: Cluster | None = None) -> list[Demand]:
         """What the models of the fleet ask for on a cluster (None: the CPU).
@@ -179,6 +191,9 @@ class Planner:
 
     def on_gpus(self, cluster: Cluster) -> PlannedFleet:
         """A plan for a cluster. Baselines know nothing but models of two engines."""
+        return self._deployed(self._on_gpus(cluster))
+
+    def _on_gpus(self, cluster: Cluster) -> PlannedFleet:
         demands = self._demands(cluster)
         made = self._place(demands, cluster)
         if self.options.mode != "muxserve" or not any(model.has_own_unit for model in self.fleet.models):
@@ -226,7 +241,7 @@ class Planner:
             simulated, why_not = self._simulated(largest)
             found = PlannedFleet(largest, simulated and self._measured(largest, simulated), why_not)
         found.points = points
-        return found
+        return self._deployed(found)
 
     def scaled(self, scales: Sequence[float], cluster: Cluster) -> PlannedFleet:
         """A plan for each scale of the rates, on the same devices; the answer is that of the largest scale up to which
@@ -245,7 +260,17 @@ class Planner:
         if answer.simulated is None:
             answer.simulated, answer.why_not = self._simulated(answer.plan)
         answer.scales = points
-        return answer
+        return self._deployed(answer)
+
+    def _deployed(self, found: PlannedFleet) -> PlannedFleet:
+        """The same with the units as they are served, and notes on what is refused."""
+        placement, machine = found.plan.placement, this_machine()
+        units = tuple(as_deployed_unit(self.fleet, unit) for unit in placement.units)
+        found.plan = replace(found.plan, placement=replace(placement, units=units))
+        demands = {demand.name: demand for demand in found.plan.demands}
+        words = [each for unit in units for each in refused(self.fleet, unit, demands, machine)]
+        found.notes = [*found.notes, *dict.fromkeys(words)]
+        return found
 
     def how_sure(self, made: PlannedFleet, sizes: Sequence[int] = ()) -> Sureness | None:
         """What becomes of the plan, or of the sweep over `sizes`, if steps take longer than predicted by the error of
@@ -322,7 +347,7 @@ class Planner:
             cluster,
             self.latency,
             memory_of(cluster),
-            replace(options, mode=planned_mode(self.fleet, options.mode)),
+            replace(options, mode=planned_mode(self.fleet, options.mode), rules=self._rules(options.mode)),
             lambda: time.monotonic() >= until,
             lambda text: self.told(before + text),
         )
@@ -385,7 +410,7 @@ class Planner:
             tried.add(how.mode)
 
             def again(asked: Sequence[Demand], way: str = way, mode: ModeName = how.mode) -> ClusterPlan:
-                return as_way(way, placed(mode, tuple(asked)), self.fleet, self._surroundings(), self.latency)
+                return as_way(way, placed(mode, tuple(asked)), self.fleet, self._surroundings(mode=mode), self.latency)
 
             spared = self._borne_out(rival.plan, demands, cluster, again)
             if spared.plan is not rival.plan:
@@ -456,7 +481,7 @@ class Planner:
         """The plans of the final, and the first of them with each of its units served as it is best."""
         first = ranked[0].plan
         ways = unit_ways(self.fleet, shares_per_lease(self.fleet, first.placement))
-        others = partial(alternatives, first, ways, self._surroundings(), self.latency)
+        others = partial(alternatives, first, ways, self._surroundings(mode="muxserve"), self.latency)
         plan = mixed(first, others, contest)
         return list(ranked) if plan is None else contest.joined(ranked, Rival(MIXED, plan))
 
@@ -468,7 +493,7 @@ class Planner:
         for way in others:
             mode = WAYS[way].mode
             planned = found.plan if mode == WAYS[own].mode else placed(mode, found.plan.demands)
-            plan = as_way(way, planned, self.fleet, self._surroundings(), self.latency)
+            plan = as_way(way, planned, self.fleet, self._surroundings(mode=mode), self.latency)
             for number, rival in enumerate(rivals):
                 if rival.plan.placement.units == plan.placement.units:
                     rivals[number] = replace(rival, alike=(*rival.alike, way))

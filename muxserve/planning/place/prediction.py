@@ -38,7 +38,7 @@ from muxserve.planning.place.simulations import Asked, Simulations
 from muxserve.planning.place.window import ANSWERS, RateWindow, longer_seconds, longest_of, longest_tokens
 from muxserve.planning.place.workloads import DECLARED, Variation, loads_of
 from muxserve.planning.specs.residency import with_residency
-from muxserve.planning.specs.unit_models import as_unit_has
+from muxserve.planning.specs.unit_models import as_deployed, as_unit_has
 from muxserve.planning.specs.unit_specs import levels_of, migration_of, scaling_of
 from muxserve.replicas.prefixes import dispatch_policy
 from muxserve.replicas.priorities import Levels
@@ -193,7 +193,8 @@ def _runs_otherwise(unit: PlacedUnit, fleet: Fleet) -> bool:
 
 
 def _under(unit: PlacedUnit, fleet: Fleet) -> PlacedUnit:
-    """The unit under the policy that it will be served under."""
+    """The unit under the policy that it will be served under, with the shares that its engines will have."""
+    unit = as_deployed(fleet, unit)
     return unit if unit.policy or unit.alone else replace(unit, policy=fleet.policy)
 
 

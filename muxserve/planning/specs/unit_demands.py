@@ -15,9 +15,11 @@ from muxserve.planning.demand.checkpoints import CheckpointError, Hub, HuggingFa
 from muxserve.planning.demand.demands import CPU_BATCH, batch_of, demand_of, no_choice, with_adapters
 from muxserve.planning.demand.private import has_one_engine, private_because, unpooled
 from muxserve.vllm.quantisation import beyond_cores, uncomputable, unshareable
-from placement import Machine, ModelDemand
+from placement import Machine, ModelDemand, PlanError
+from placement.cluster import PlacedUnit
 from placement.demand import Demand
 from placement.format import enumerate_words
+from placement.unit import check_models
 from placement.unit_types import Device
 
 # With it vLLM splits the layers of every model in a process as it says, whatever stages there are.
@@ -75,39 +77,69 @@ def model_demands(
             machine_page=machine.page_bytes,
         )
         demands.append(demand)
-        if gpu is not None and demand.dtype == "float32":
-            message = "FlashAttention has no float32; use bfloat16 or float16 on a GPU, or leave dtype out"
-            problems.append(fleet.model_problem(model.name, "dtype", message))
-        if gpu is None and (words := uncomputable(architecture.quantisation, demand.dtype)):
-            problems.append(fleet.model_problem(model.name, "dtype", words))
-        if gpu is None and (words := beyond_cores(architecture.quantisation, machine.avx512, machine.amx)):
-            problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", words))
-        if private:
-            problems += _private_problems(fleet, model, architecture, ranks, gpu is not None)
-        kinds = [*_unlike(architecture), *(["images"] if architecture.sees_images else [])]
-        for kind in kinds if not private else ():
-            problems += _kind_problems(fleet, model, kind)
-        if architecture.sees_images:
-            problems += _image_problems(fleet, model, ranks)
-        if not private and (words := _unspeculative(model, architecture, ranks, gpu is not None)):
-            problems.append(fleet.model_problem(model.name, "engine_args", f"no speculative_config: {words}"))
-        if (
-            architecture.kv_cache
-            and not private
-            and (words := _kv_cache_problem(architecture, gpu is not None, machine))
-        ):
-            problems.append(fleet.model_problem(model.name, "engine_args", words))
-        if gpu is not None and (words := unshareable(architecture.quantisation, model.engine_args)):
-            problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", words))
-        if gpu is None and architecture.gpu_only:
-            message = f"{architecture.name} needs {architecture.gpu_only}, which vLLM's kernels on CPU do not compute"
-            problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", message))
-        if gpu is not None and architecture.cpu_only and not private:
-            message = f"{architecture.name} needs {architecture.cpu_only}, which engines on GPUs do not compute yet"
-            problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", message))
+        problems += unservable(fleet, model, architecture, demand.dtype, ranks, machine, gpu is not None)
     if problems:
         raise FleetError(problems)
     return tuple(demands)
+
+
+def unservable(
+    fleet: Fleet,
+    model: Model,
+    architecture: ModelArchitecture,
+    dtype: str,
+    ranks: int,
+    machine: Machine,
+    on_gpus: bool,
+) -> list[Problem]:
+    """Why no engine of `ranks` ranks on GPUs, or else on the CPU of the machine, can serve a model in that type as the
+    fleet file asks for it."""
+    problems: list[Problem] = []
+    private, where = private_because(model, architecture), "path" if model.path else "hub"
+    if on_gpus and dtype == "float32":
+        message = "FlashAttention has no float32; use bfloat16 or float16 on a GPU, or leave dtype out"
+        problems.append(fleet.model_problem(model.name, "dtype", message))
+    if not on_gpus and (words := uncomputable(architecture.quantisation, dtype)):
+        problems.append(fleet.model_problem(model.name, "dtype", words))
+    if not on_gpus and (words := beyond_cores(architecture.quantisation, machine.avx512, machine.amx)):
+        problems.append(fleet.model_problem(model.name, where, words))
+    if private:
+        problems += _private_problems(fleet, model, architecture, ranks, on_gpus)
+    kinds = [*_unlike(architecture), *(["images"] if architecture.sees_images else [])]
+    for kind in kinds if not private else ():
+        problems += _kind_problems(fleet, model, kind)
+    if architecture.sees_images:
+        problems += _image_problems(fleet, model, ranks)
+    if not private and (words := _unspeculative(model, architecture, ranks, on_gpus)):
+        problems.append(fleet.model_problem(model.name, "engine_args", f"no speculative_config: {words}"))
+    if architecture.kv_cache and not private and (words := _kv_cache_problem(architecture, on_gpus, machine)):
+        problems.append(fleet.model_problem(model.name, "engine_args", words))
+    if on_gpus and (words := unshareable(architecture.quantisation, model.engine_args)):
+        problems.append(fleet.model_problem(model.name, where, words))
+    if not on_gpus and architecture.gpu_only:
+        message = f"{architecture.name} needs {architecture.gpu_only}, which vLLM's kernels on CPU do not compute"
+        problems.append(fleet.model_problem(model.name, where, message))
+    if on_gpus and architecture.cpu_only and not private:
+        message = f"{architecture.name} needs {architecture.cpu_only}, which engines on GPUs do not compute yet"
+        problems.append(fleet.model_problem(model.name, where, message))
+    return problems
+
+
+def refused(fleet: Fleet, unit: PlacedUnit, demands: Mapping[str, Demand], machine: Machine) -> list[str]:
+    """What `muxserve deploy` refuses of a planned unit on GPUs, a sentence for each reason; `demands` are by model."""
+    found: list[str] = []
+    for placed in unit.models:
+        model, demand, ranks = fleet.model(placed.model), demands[placed.model], len(unit.devices)
+        problems = unservable(fleet, model, demand.architecture, demand.dtype, ranks, machine, on_gpus=True)
+        messages = [each.message for each in problems]
+        private = private_because(model, demand.architecture)
+        asked = replace(ModelDemand.of(demand), ranks=ranks, stages=unit.stages, device="cuda", private=private)
+        try:
+            check_models([asked], machine, machine.cores)
+        except PlanError as error:
+            messages += [each.message for each in error.problems]
+        found += [f"`muxserve deploy` refuses {model.name} on GPUs: {message}" for message in messages]
+    return found
 
 
 def _private_problems(

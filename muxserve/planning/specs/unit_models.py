@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,6 +89,25 @@ def as_placed(fleet: Fleet, unit: PlacedUnit, cores: int) -> Fleet:
     if unit.device != CPU:
         return part
     return part.model_copy(update={"kv_pool": fleet.kv_pool.model_copy(update={"size": unit.kv_bytes})})
+
+
+def as_deployed(fleet: Fleet, unit: PlacedUnit) -> PlacedUnit:
+    """A planned unit as `muxserve deploy` serves it: on GPUs the shares of the SMs that the fleet file gives a model go
+    before the plan's, and without MPS ranks of several engines would not compute at the same time, so that one engine
+    does (`GpuUnit.one_at_a_time`). An engine that has its devices to itself has all of them."""
+    if unit.device == CPU or unit.alone:
+        return unit
+    given = {each.model: fleet.model(each.model).sm for each in unit.models}
+    models = tuple(
+        replace(
+            each,
+            prefill_share=given[each.model].prefill or each.prefill_share,
+            decode_share=given[each.model].decode or each.decode_share,
+        )
+        for each in unit.models
+    )
+    in_turn = fleet.cluster.mps == "off" and len(unit.devices) > unit.stages
+    return replace(unit, models=models, policy="fcfs" if in_turn else unit.policy)
 
 
 def arranged(fleet: Fleet, path: str | os.PathLike[str], units: Sequence[PlacedUnit]) -> Fleet:
