@@ -62,6 +62,9 @@ def _plan(settings: PlanSettings) -> int:
     options = _options(settings, fleet)
     latency = chosen_costs(settings.costs, settings.fleet)
     sizes, scales = _sweep(settings.sweep)
+    for path in filter(None, (settings.output, settings.html)):
+        if not path.parent.is_dir():
+            raise UsageError(f"{path}: cannot be written: there is no directory {path.parent}")
     if settings.save is not None:
         try:
             check_beside(settings.fleet, settings.save)

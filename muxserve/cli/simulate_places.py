@@ -21,7 +21,7 @@ from muxserve.planning.place.this_machine import as_served, plan_machine, reside
 from muxserve.planning.planner import SEARCH_SECONDS, Planner, options_of
 from muxserve.planning.specs.fleet_planner import FleetPlanner
 from muxserve.planning.specs.plan_file import load_plan
-from muxserve.planning.specs.unit_models import arranged, units_at_start
+from muxserve.planning.specs.unit_models import arranged, check_awake, check_replicas, units_at_start
 from muxserve.planning.specs.unit_plan import resolve_unit
 from muxserve.simulator import Mode
 from muxserve.spec import ResidencySpec
@@ -220,7 +220,9 @@ def places_of(
         if gpus is not None or gpu_type is not None or nodes is not None:
             raise PlacesError("--plan says which GPUs there are; it does not go with --gpus, --gpu-type or --nodes")
         cluster = None if all(unit.device == CPU for unit in given.units) else given.cluster
+        check_awake(fleet)
         fleet = arranged(fleet, plan or "", given.units)
+        check_replicas(fleet, plan or "", given.units)
     else:
         cluster = cluster_of(fleet, gpus, gpu_type, nodes)
     awake = fleet.model_copy(update={"memory": None})

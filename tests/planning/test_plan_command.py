@@ -224,12 +224,18 @@ class TestCommand:
             (["--sweep", "gpus=8..4"], "upwards, not from 8 to 4"),
             (["--costs", "nowhere.json"], "nowhere.json"),
             (["--html", "/nowhere/at/all.html"], "/nowhere/at/all.html: cannot be written"),
+            (
+                ["-o", "/nowhere/at/all.yaml"],
+                "/nowhere/at/all.yaml: cannot be written: there is no directory /nowhere/at",
+            ),
         ],
     )
     def test_mistakes_are_told_in_a_sentence(self, fleet: Path, arguments: list[str], expected: str) -> None:
-        code, _, err = run(fleet, "--simulate", 0, *arguments)
+        code, out, err = run(fleet, "--simulate", 0, *arguments)
         assert code == 2
         assert expected in err
+        # Nothing was planned before.
+        assert not out
 
     @pytest.mark.parametrize(("file", "bytes_per_second"), [("", 1.25e9), ("25Gb/s", 3.125e9), ("3GB/s", 3e9)])
     def test_the_network_is_the_one_of_the_file(

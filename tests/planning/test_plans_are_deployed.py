@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from muxserve.cli.app import app
 from muxserve.cli.simulate_places import places_of
-from muxserve.config import load_fleet
+from muxserve.config import FleetError, load_fleet
 from muxserve.costs.roofline import Roofline
 from muxserve.planning.demand.known_models import BUILT_IN
 from muxserve.planning.specs.fleet_planner import FleetPlanner
@@ -77,6 +77,24 @@ def test_shares_and_policy_of_a_unit(tmp_path: Path, mps: str, gpus: int, policy
         own, share = model.profile.engines, live.gpu.shares[model.name]
         assert (own.prefill_share, own.decode_share) == (share.prefill, share.decode)
     assert (live.gpu.shares["a"].prefill, live.gpu.shares["a"].decode) == (0.3, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("head", "more", "why"),
+    [
+        ("memory: auto\n", "", "memory: decides at run time who is awake, and a plan file beforehand"),
+        ("", ", replicas: 2", "the plan has 1 replica of a, the fleet file 2"),
+        ("", ", replicas: { min: 2, max: 3 }", "the plan has 1 replica of a, the fleet file 2 to 3"),
+    ],
+)
+def test_a_plan_that_is_not_served_is_not_simulated(tmp_path: Path, head: str, more: str, why: str) -> None:
+    file = fleet_file(tmp_path, "gpus: 1, gpu_type: H100", f"name: a, path: {MODELS / 'atlas'}{more}")
+    file.write_text(head + file.read_text())
+    unit = PlacedUnit("unit0", "H100-80GB", (0,), (PlacedModel("a", 1.0, 1.0, 1.0, "one"),), 8 << 30)
+    save_plan(Placement(Cluster((Node("H100-80GB", 1),)), (unit,)), tmp_path / "plan.yaml")
+    for ask in (deployed, simulated):
+        with pytest.raises(FleetError, match=why):
+            ask(file, tmp_path / "plan.yaml")
 
 
 def test_graphs_for_every_share_have_room(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ from muxserve.planning.specs.unit_models import (
     UnitModels,
     arranged,
     as_placed,
+    check_awake,
     check_replicas,
     like,
     on_gpus,
@@ -162,9 +163,6 @@ class FleetPlanner:
         if self._on_ray and fleet.cluster.gpu_ids:
             message = "with `launcher: ray` it is Ray that chooses GPUs; write `gpus`, how many there are for all units"
             raise FleetError([fleet.problem(("cluster", "gpu_ids"), message)])
-        if plan_file is not None and fleet.memory is not None:
-            message = "decides at run time who is awake, and a plan file beforehand; deploy without one of the two"
-            raise FleetError([fleet.problem(("memory",), message)])
         if plan_file is None:
             if self._wants_gpus:
                 self._choose(len(fleet.cluster.gpu_ids) or fleet.cluster.gpus)
@@ -287,6 +285,7 @@ class FleetPlanner:
     # ------------------------------------------------------------ as a plan has it
 
     def _placed(self, plan_file: str | os.PathLike[str]) -> list[ResolvedUnit]:
+        check_awake(self.fleet)
         placement = load_plan(plan_file, self.fleet)
         units = placement.units
         fleet = self.fleet = arranged(self.fleet, plan_file, units)

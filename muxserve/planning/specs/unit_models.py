@@ -141,6 +141,17 @@ def as_unit_has(model: Model, unit: PlacedUnit) -> Model:
     return model.with_engines(unit.shape_of(model.name), unit.stages, unit.rolls)
 
 
+def check_awake(fleet: Fleet) -> None:
+    """A plan file is of models that are all awake.
+
+    Raises:
+        FleetError: memory decides which models of the fleet are.
+    """
+    if fleet.memory is not None:
+        message = "decides at run time who is awake, and a plan file beforehand; leave one of the two out"
+        raise FleetError([fleet.problem(("memory",), message)])
+
+
 def check_replicas(fleet: Fleet, path: str | os.PathLike[str], units: Sequence[PlacedUnit]) -> None:
     """Where the fleet file says how many replicas there are, the plan must agree."""
     for model in fleet.models:
