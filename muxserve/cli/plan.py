@@ -22,7 +22,7 @@ from muxserve.config import Fleet, FleetError, load_fleet
 from muxserve.costs.latency import CostError
 from muxserve.costs.sources import chosen_costs
 from muxserve.net.exit_codes import ExitCode
-from muxserve.planning.candidates.layouts import may_be_dedicated
+from muxserve.planning.candidates.layouts import asks_for_choice
 from muxserve.planning.demand.demands import ClusterError, cluster_of
 from muxserve.planning.planner import (
     NO_SLEEPING,
@@ -106,9 +106,11 @@ def _plan(settings: PlanSettings) -> int:
     if settings.save is not None:
         save_fleet(settings.fleet, settings.save, made.plan.placement.cluster if cluster is not None else None, fleet)
         errors.print(f"fleet file written to {escape(str(settings.save))}")
-    if any(map(may_be_dedicated, fleet.models)) and (sizes or scales or options.mode != "muxserve"):
+    if options.mode != "muxserve" and any(model.has_own_unit for model in fleet.models):
+        errors.print(f"--mode {options.mode} plans no stages and no rolling prefill, whatever the file says")
+    if any(map(asks_for_choice, fleet.models)) and (sizes or scales or options.mode != "muxserve"):
         why = "a sweep" if sizes or scales else f"--mode {options.mode}"
-        errors.print(f"{why} plans two engines for every model, whatever `engines` says")
+        errors.print(f"{why} plans two engines where `engines: auto` leaves a choice")
     return ExitCode.NO if made.plan.missing else ExitCode.DONE
 
 

@@ -249,12 +249,14 @@ class PlanSettings:
             "scale=1..3:0.5."
         ),
     ] = None
-    scale: Annotated[float, typer.Option(min=0.001, help="Factor on the rates of the file.")] = 1.0
+    scale: Annotated[float, typer.Option(min=0.001, max=1e6, help="Factor on the rates of the file.")] = 1.0
     costs: _Costs = "auto"
     seconds: Annotated[float, typer.Option(min=0, help="How long the local search may take.")] = 10.0
     simulate: Annotated[
         float | None,
-        typer.Option(min=0, help="Seconds of the plan to simulate; 0: none. Default: up to 300.", show_default=False),
+        typer.Option(
+            min=0, max=1e6, help="Seconds of the plan to simulate; 0: none. Default: up to 300.", show_default=False
+        ),
     ] = None
     seed: Annotated[int, typer.Option(help="Of the local search and the simulation.")] = 0
     robust: Annotated[

@@ -149,7 +149,7 @@ def _priorities(settings: SimulateSettings, levels: Levels) -> PriorityOf | None
         except ValueError as error:
             why = str(error) if isinstance(error, PriorityError) else f"{part!r} is not a number"
             raise PlacesError(f"--priorities {each}: {why}") from None
-    if min(parts.values()) < 0.0 or sum(parts.values()) > 1.0:
+    if not (min(parts.values()) >= 0.0 and sum(parts.values()) <= 1.0):  # also not a number
         raise PlacesError("--priorities: give parts of at least 0 that are at most 1 together, e.g. high=0.1")
     names = [*parts, levels.default]
     weights = [*parts.values(), 1.0 - sum(parts.values())]

@@ -196,7 +196,7 @@ class Planner:
     def _on_gpus(self, cluster: Cluster) -> PlannedFleet:
         demands = self._demands(cluster)
         made = self._place(demands, cluster)
-        if self.options.mode != "muxserve" or not any(model.has_own_unit for model in self.fleet.models):
+        if not self._has_own_units:
             found = self._best(made, demands, cluster)
         else:
             divided = divide_gpus(self.fleet, demands, made, self._surroundings(), self.latency)
@@ -215,6 +215,29 @@ class Planner:
             ]
         return found
 
+    @property
+    def _has_own_units(self) -> bool:
+        """Whether replicas of some models have units to themselves. Baselines know no such models."""
+        return self.options.mode == "muxserve" and any(model.has_own_unit for model in self.fleet.models)
+
+    def _estimated(self, demands: Sequence[Demand], cluster: Cluster, seconds: float, before: str) -> ClusterPlan:
+        """A plan of models that share GPUs in the fleet's own way, and of those whose file gives them units to
+        themselves; nothing is simulated. `demands` are in the order of the fleet's models."""
+        made = self._place(demands, cluster, seconds, before)
+        if not self._has_own_units:
+            return made
+        divided = divide_gpus(self.fleet, demands, made, self._surroundings(), self.latency)
+        shared, rest = divided.divided.shared, None
+        if shared and divided.left.devices:
+            rest = self._place(shared, divided.left, seconds, before)
+        return divided.joined(rest, self.options.objective)
+
+    def _tested(self, plan: ClusterPlan, demands: Sequence[Demand], cluster: Cluster) -> PlannedFleet:
+        """The plan with its simulation; where no model has units to itself, with spare if it falls short."""
+        if self._has_own_units:
+            return PlannedFleet(plan, *self._simulated(plan))
+        return self._borne_out(plan, demands, cluster)
+
     def swept(self, sizes: Sequence[int], cluster: Cluster, every: bool = False) -> PlannedFleet:
         """A plan for every size; of those that meet everything the first that its simulation bears out, else the last.
         Larger ones than that are not simulated, unless `every` one is to be borne out."""
@@ -225,12 +248,12 @@ class Planner:
         each = max(0.5, self.seconds / len(sizes))
         for size in sizes:
             here = equal_nodes(size, cluster.nodes[0].device, self.fleet.cluster.gpus_per_node)
-            plan = self._place(demands, here, each, f"{size} GPUs: ")
+            plan = self._estimated(demands, here, each, f"{size} GPUs: ")
             if (found is not None and not every) or not plan.meets:
                 points.append(SweepPoint(plan))
                 last = None
                 continue
-            last = self._borne_out(plan, demands, here)
+            last = self._tested(plan, demands, here)
             if last.simulated is not None:
                 last.simulated = self._measured(last.plan, last.simulated)
             points.append(SweepPoint(last.plan, last.simulated))
@@ -251,8 +274,8 @@ class Planner:
         for scale in scales:
             planner = replace(self, fleet=with_rates(self.fleet, scale))
             demands = planner._demands(cluster)
-            plan = planner._place(demands, cluster, max(0.5, self.seconds / len(scales)), f"{scale:g}x: ")
-            made = planner._borne_out(plan, demands, cluster) if plan.meets else PlannedFleet(plan)
+            plan = planner._estimated(demands, cluster, max(0.5, self.seconds / len(scales)), f"{scale:g}x: ")
+            made = planner._tested(plan, demands, cluster) if plan.meets else PlannedFleet(plan)
             points.append(ScalePoint(scale, SweepPoint(made.plan, made.simulated)))
             if answer is None or most_met(points) == scale:
                 answer = made
@@ -286,14 +309,15 @@ class Planner:
             simulated, _ = slower._simulated(plan, seconds=made.simulated.seconds)
             now = falls_short(plan, simulated) if simulated else []
             return Sureness(doubt, simulated, newly_short(falls_short(plan, made.simulated), now))
-        cluster = plan.placement.cluster
+        cluster, by_name = plan.placement.cluster, {demand.name: demand for demand in plan.demands}
+        demands = [by_name[model.name] for model in self.fleet.models]
 
         def enough(size: int, longer: float) -> bool:
             slower = replace(self, latency=Slower(self.latency, 1.0 + longer))
             here = equal_nodes(size, cluster.nodes[0].device, self.fleet.cluster.gpus_per_node)
             seconds, told = max(0.5, self.seconds / len(sizes)), f"{size} GPUs, steps {longer:.0%} longer: "
-            first = slower._place(plan.demands, here, seconds, told)
-            last = slower._borne_out(first, plan.demands, here) if first.meets else None
+            first = slower._estimated(demands, here, seconds, told)
+            last = slower._tested(first, demands, here) if first.meets else None
             return last is not None and SweepPoint(last.plan, last.simulated).enough
 
         if enough(least, longer):

@@ -201,9 +201,24 @@ class TestCommand:
         fleet.write_text(FLEET.format(engines=AUTO, more=""))
         code, out, err = run(fleet, "--mode", "temporal")
         assert code == 0
-        assert "--mode temporal plans two engines for every model" in err
+        assert "--mode temporal plans two engines where `engines: auto` leaves a choice" in err
         assert "chosen" not in out
-        assert "a sweep plans two engines for every model" in run(fleet, "--sweep", "gpus=1..2")[2]
+        assert "a sweep plans two engines where `engines: auto`" in run(fleet, "--sweep", "gpus=1..2")[2]
+        fleet.write_text(FLEET.format(engines=ROLLING, more=""))
+        _, _, err = run(fleet, "--mode", "temporal", "--simulate", 0)
+        assert "--mode temporal plans no stages and no rolling prefill, whatever the file says" in err
+
+    @pytest.mark.parametrize("sweep", ["gpus=1..4", "scale=1..2"])
+    def test_sweeps_keep_to_the_layout_of_the_file(self, fleet: Path, sweep: str) -> None:
+        """Two stages need two GPUs of their own, so that one or two are not enough, and the plan can be deployed."""
+        text = FLEET.format(engines=STAGES, more=OTHER.replace("rate: 2", "rate: 1")).replace("rate: 8", "rate: 1")
+        fleet.write_text(text.replace("gpus: 4", "gpus: 3"))
+        plan = fleet.with_name("plan.yaml")
+        code, out, err = run(fleet, "--sweep", sweep, "--simulate", 20, "--json", "-o", plan)
+        assert code == 0, err
+        assert json.loads(out).get("gpus_needed") in ((3,) if sweep.startswith("gpus") else (None,))
+        units = load_plan(plan, load_fleet(fleet, serving=False)).units
+        assert [unit.stages for unit in units if len(unit.models) == 1 and len(unit.devices) == 2] == [2]
 
     @pytest.mark.slow
     def test_replicas_on_cpu_are_units_of_a_plan_file(self, tmp_path: Path) -> None:

@@ -216,6 +216,8 @@ class TestCommand:
         ("arguments", "expected"),
         [
             (["--objective", "fastest"], "--objective: must be auto, throughput, slo, gpus, not 'fastest'"),
+            (["--scale", "inf"], "Invalid value for '--scale': Input should be less than or equal to 1000000"),
+            (["--simulate", "inf"], "Invalid value for '--simulate': Input should be less than or equal to 1000000"),
             (["--mode", "none"], "--mode: must be one of muxserve, spatial, temporal, not"),
             (["--gpu-type", "b100x"], "--gpu-type: unknown device 'b100x'"),
             (["--nodes", "4by8"], "--nodes: '4by8' is not COUNTxGPUS:TYPE such as 4x8:A100-80GB"),

@@ -218,6 +218,10 @@ def test_replicas_come_under_load_and_requests_move(tmp_path: Path, monkeypatch:
     assert extra["device_seconds"] < 3 * max(unit["pages"]["seconds"][-1] + 1 for unit in extra["units"])
     words = " ".join(run(file, *load, "--plan", plan).stdout.split())
     assert "chat: up to 3 replicas" in words
+    for parts in ("high=nan", "high=inf", "high=-0.1", "high=0.6,normal=0.6"):
+        wrong = run(file, *load, "--plan", plan, "--priorities", parts)
+        assert wrong.exit_code == 2
+        assert "--priorities: give parts of at least 0 that are at most 1 together" in wrong.stderr
     wrong = run(file, *load, "--priorities", "urgent=0.1")
     assert wrong.exit_code == 2
     assert "there is no priority level 'urgent'" in " ".join(wrong.output.split())
