@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,7 @@ from muxserve.control.changes import (
     Tell,
     WrongCommandError,
 )
+from muxserve.control.client import RunningFleet
 from muxserve.control.tries import Followed
 from muxserve.net.sockets import bind_local
 from muxserve.spec import FleetSpec, UnitEntry, public_name
@@ -34,6 +36,8 @@ log = logging.getLogger(__name__)
 
 # Largest command: a fleet file, and the environment of its sender.
 _MOST_BYTES = 16 << 20
+# How often it is looked whether a fleet that has borrowed models is there.
+_LOOK_SECONDS = 1.0
 
 SAME = "the fleet is as the file says"
 
@@ -61,6 +65,7 @@ class ControlServer:
         self._changing = asyncio.Lock()
         self._answers: asyncio.Queue[tuple[bytes, messages.ControlMessage]] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._watched: set[RunningFleet] = set()
         self._loops: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -155,7 +160,10 @@ class ControlServer:
                     return messages.Done(f"{name} is served {'with ' + model if path else 'no longer'}")
                 case messages.Lend(models, sockets):
                     rules.check_lend(self._control.fleet, models)
-                    await self._control.lend(models, sockets, tell)
+                    try:
+                        await self._control.lend(models, sockets, tell)
+                    finally:
+                        self._watch_borrower()
                     return messages.Done(f"{enumerate_words(models)} ended here")
                 case messages.TakeBack():
                     await self._control.take_back(tell)
@@ -261,6 +269,41 @@ class ControlServer:
             told(f"{file} could not be followed: {type(error).__name__}: {error}")
             self._control.unfollowed(f"failed: {type(error).__name__}: {error}")
             return Followed.FAILED
+
+    def _watch_borrower(self) -> None:
+        borrower = self._borrower()
+        if borrower is not None and borrower not in self._watched:
+            self._watched.add(borrower)
+            task = asyncio.create_task(self._until_given_back(borrower))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda _: self._watched.discard(borrower))
+
+    def _borrower(self) -> RunningFleet | None:
+        """The fleet that models are lent to, if any are."""
+        fleet, other = self._control.fleet, self._control.fleet.other_fleet
+        if other is None or not other.sockets or fleet.handed_over:
+            return None
+        return RunningFleet(Path(other.sockets[0]).parent)
+
+    async def _until_given_back(self, borrower: RunningFleet) -> None:
+        """Take back what was lent when the fleet that has it ends without a word, as one that was killed."""
+        while self._borrower() == borrower:
+            if not borrower.alive:
+                async with self._changing:
+                    if self._borrower() == borrower:
+                        await self._take_back(borrower)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _take_back(self, borrower: RunningFleet) -> None:
+        log.warning("%s has ended before it served; this fleet serves all its models again", borrower.name)
+        try:
+            await self._control.take_back(partial(log.info, "%s"))
+            self._control.unfollowed("")
+        except Exception as error:  # what that fleet had may not be free yet: it is tried again
+            log.exception("models that were lent are not served yet")
+            words = f"models that were lent to {borrower.name}, which has ended, are not served yet"
+            self._control.unfollowed(f"{words}: {error or type(error).__name__}")
 
     def _named(self, asked: str) -> str:
         """The model that a command means, which may name the version that answers, as `status` shows it."""

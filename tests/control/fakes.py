@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,7 +15,7 @@ from muxserve.control.apply import followed, with_declared_adapter
 from muxserve.control.changes import ChangeError, Tell
 from muxserve.control.server import ControlServer
 from muxserve.replicas.scaling import ScalingRules
-from muxserve.spec import FleetSpec, GatewaySpec, ModelSpec, UnitEntry, save_fleet
+from muxserve.spec import FleetSpec, GatewaySpec, ModelSpec, OtherFleet, UnitEntry, save_fleet
 from muxserve.spec.run_dir import RunDir
 from tests.support.patience import PATIENCE
 from tests.support.ports import free_port
@@ -124,6 +124,15 @@ class FakeControl:
 
     async def hand_over(self, tell: Tell) -> None:
         await self._called("hand_over")
+
+    async def lend(self, models: Sequence[str], sockets: Sequence[str], tell: Tell) -> None:
+        self.fleet = msgspec.structs.replace(self.fleet, other_fleet=OtherFleet(tuple(sockets)))
+        await self._called("lend", *models)
+
+    async def take_back(self, tell: Tell) -> None:
+        tell("loading weights")
+        await self._called("take_back")
+        self.fleet = msgspec.structs.replace(self.fleet, other_fleet=None)
 
     async def room_for(self, declared: Fleet, tell: Tell, in_place: bool = False) -> None:
         reason = self.full.get((declared.models[0].name, in_place))

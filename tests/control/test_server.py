@@ -12,6 +12,7 @@ import zmq
 
 from muxserve.config import parse_fleet
 from muxserve.control import messages
+from muxserve.control import server as server_module
 from muxserve.control.changes import NoRoomError
 from muxserve.control.client import ControlClient, FleetEndedError, NoFleetError, RunningFleet, find, running_fleets
 from muxserve.control.server import ControlServer
@@ -20,10 +21,11 @@ from muxserve.net import sockets
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.scheduling.residency_types import ResidencyRules
 from muxserve.spec import AdapterSlots, ResidencySpec
+from muxserve.spec.run_dir import RunDir
 from tests.config.test_adapters import adapter
 from tests.control.fakes import Controller, FakeControl, broken, declared_of, fleet_of, running
 from tests.support.checkpoint_files import write_checkpoint
-from tests.support.patience import PATIENCE
+from tests.support.patience import PATIENCE, eventually
 
 UNITS = {"u0": ["chat", "code"], "u1": ["chat"], "u2": []}
 
@@ -50,6 +52,34 @@ def test_scaling_tells_what_happens_and_where_it_ended(base: Path) -> None:
             "code has 1 replica already (u0); from here it scales by itself between 1 and 3"
         )
         assert controller.control.calls == [("scale", "chat", 3)]
+
+
+def test_what_was_lent_to_a_fleet_that_is_killed_is_served_again(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_LOOK_SECONDS", 0.01)
+    with running(base, UNITS) as controller:
+        control, borrower = controller.control, RunDir(base)
+        lend = messages.Lend(["chat"], [str(borrower.path / "http-0.sock")])
+        control.fails[("take_back",)] = broken("the machine is full")
+        assert do(base, lend)[0] == messages.Done("chat ended here")
+        assert isinstance(do(base, messages.Lend(["code"], lend.sockets))[0], messages.Done)
+        assert control.calls == [("lend", "chat"), ("lend", "code")]
+        borrower.release()
+        eventually(lambda: "the machine is full" in control.fleet.unfollowed, "a word in the status")
+        control.fails.clear()
+        eventually(lambda: control.fleet.other_fleet is None, "models that are taken back")
+        eventually(lambda: not controller.server._watched, "the end of the watch")
+        assert not control.fleet.unfollowed
+
+
+def test_a_fleet_that_gives_back_is_watched_no_longer(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_LOOK_SECONDS", 0.01)
+    with running(base, UNITS) as controller:
+        borrower = RunDir(base)
+        do(base, messages.Lend(["chat"], [str(borrower.path / "http-0.sock")]))
+        do(base, messages.TakeBack())
+        eventually(lambda: not controller.server._watched, "the end of the watch")
+        borrower.release()
+        assert controller.control.calls == [("lend", "chat"), ("take_back",)]
 
 
 def test_a_wrong_command_begins_nothing(base: Path) -> None:
