@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -443,8 +445,6 @@ async def test_old_files_go_and_those_in_use_stay(batches: Batches) -> None:
     path = batches.store.new_path()
     path.write_bytes(b"left")
     batches.now += batches.spec.keep_seconds + 3601.0
-    import os
-
     os.utime(path, (1.0, 1.0))
     batches.store.tidy()
     assert not path.exists()
@@ -618,12 +618,56 @@ async def test_a_file_that_comes_too_slowly_keeps_no_place(tmp_path: Path, monke
     monkeypatch.setattr(body_module, "SLOWEST_BYTES_PER_SECOND", 1 << 30)
     served = Served(tmp_path)
     upload = Upload(served, OPERATOR)
-    upload.parts.put_nowait(b'--x\r\ncontent-disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n')
+    upload.parts.put_nowait(FILE_PART)
     async with asyncio.timeout(PATIENCE):
         while not upload.task.done():
             upload.parts.put_nowait(b" ")
             await asyncio.sleep(0.01)
     assert upload.status == 408
+    served.store.close()
+
+
+FILE_PART = b'--x\r\ncontent-disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n'
+
+
+async def test_a_file_that_does_not_come_to_its_end_leaves_nothing(tmp_path: Path) -> None:
+    served = Served(tmp_path)
+    there = len(os.listdir("/proc/self/fd"))
+    gc.disable()
+    try:
+        upload = Upload(served, OPERATOR)
+        upload.parts.put_nowait(FILE_PART + b"x" * (3 << 20))
+        upload.parts.put_nowait(b"")
+        await upload.task
+        assert os.listdir(tmp_path / "batches/files") == []
+        assert len(os.listdir("/proc/self/fd")) <= there
+    finally:
+        gc.enable()
+    served.store.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"".join(b'--x\r\ncontent-disposition: form-data; name="%d"\r\n\r\n\r\n' % n for n in range(99)), "16 parts"),
+        (b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\n' + b"x" * 100_000, "65536 bytes"),
+        (b"--x\r\ncontent-disposition: form-data\r\n\r\nx\r\n--x--", "has no name"),
+        (FILE_PART[:-2] + b"content-transfer-encoding: base64\r\n\r\neA==\r\n--x--", "is encoded"),
+        (FILE_PART + b"cut off", "'purpose' must be batch"),
+        (
+            b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n' + FILE_PART + b"cut off",
+            "the form has no 'file'",
+        ),
+    ],
+)
+async def test_a_form_has_no_more_than_it_needs(tmp_path: Path, body: bytes, words: str) -> None:
+    served = Served(tmp_path)
+    async with served.endpoint.client(OPERATOR) as http:
+        headers = {"content-type": "multipart/form-data; boundary=x"}
+        answer = await http.post("/v1/files", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+    assert os.listdir(tmp_path / "batches/files") == []
     served.store.close()
 
 

@@ -20,12 +20,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import parse_qs
 
 import msgspec
-from python_multipart import FormParser
-from python_multipart.multipart import Field, File, parse_options_header
+from python_multipart.multipart import MultipartParser, parse_options_header
 
 from muxserve.gateway.batches.lines import ENDPOINTS
 from muxserve.gateway.batches.store import BatchStore, FullError, StoredFile
@@ -55,6 +54,9 @@ MAX_BODY_BYTES = 1 << 16
 # Files that are being sent at a time, of all tenants and of one.
 MOST_UPLOADS, MOST_OF_ONE = 8, 4
 CHUNK_BYTES = 1 << 20
+# Of a form, which has `purpose` and `file`.
+MOST_PARTS, MOST_FIELD_BYTES = 16, 1 << 16
+_PLAIN = (b"binary", b"8bit", b"7bit")
 MOST_LISTED = 100
 # OpenAI's bounds of `metadata`.
 MOST_ENTRIES, MOST_NAME, MOST_VALUE = 16, 64, 512
@@ -284,11 +286,83 @@ def _told() -> Iterator[None]:
 
 
 class UploadForm:
-    """What a form has: its fields, and the name of its file, whose content is written elsewhere."""
+    """Reads a form as it comes: its fields, and its `file`, whose content goes to `written`; then `filename` is set.
 
-    def __init__(self) -> None:
+    Each method raises ValueError if it is no form, or has more than a form for a file has.
+    """
+
+    def __init__(self, boundary: bytes, written: Path) -> None:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
+        self._written = written
+        self._target: BinaryIO | None = None
+        self._header, self._about = bytearray(), bytearray()
+        self._headers: dict[bytes, bytes] = {}
+        self._options: dict[bytes, bytes] = {}
+        self._value = bytearray()
+        self._parts = 0
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin,
+                "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
+                "on_header_value": lambda data, start, end: self._about.extend(data[start:end]),
+                "on_header_end": self._end_header,
+                "on_headers_finished": self._end_headers,
+                "on_part_data": self._take,
+                "on_part_end": self._end,
+            },
+        )
+
+    def write(self, data: bytes) -> None:
+        """The next part of the body."""
+        self._parser.write(data)
+
+    def close(self) -> None:
+        """Read no more."""
+        if self._target is not None:
+            self._target.close()
+            self._target = None
+
+    def _begin(self) -> None:
+        self._parts += 1
+        if self._parts > MOST_PARTS:
+            raise ValueError(f"it has more than {MOST_PARTS} parts")
+        self._headers.clear()
+        self._value.clear()
+
+    def _end_header(self) -> None:
+        self._headers[bytes(self._header).lower()] = bytes(self._about)
+        self._header.clear()
+        self._about.clear()
+
+    def _end_headers(self) -> None:
+        _, self._options = parse_options_header(self._headers.get(b"content-disposition"))
+        if b"name" not in self._options:
+            raise ValueError("a part of it has no name")
+        if self._headers.get(b"content-transfer-encoding", b"binary").strip().lower() not in _PLAIN:
+            raise ValueError("a part of it is encoded; send it as it is")
+        if self._is_file and self.filename is None:
+            self._target = open(self._written, "wb")  # noqa: SIM115 -- closed with its part
+
+    @property
+    def _is_file(self) -> bool:
+        return self._options[b"name"] == b"file" and b"filename" in self._options
+
+    def _take(self, data: bytes, start: int, end: int) -> None:
+        if self._target is not None:
+            self._target.write(data[start:end])
+        elif len(self._value) + end - start > MOST_FIELD_BYTES:
+            raise ValueError(f"a field of it has more than {MOST_FIELD_BYTES} bytes")
+        else:
+            self._value += data[start:end]
+
+    def _end(self) -> None:
+        if self._target is not None:
+            self.close()
+            self.filename = Path(self._options[b"filename"].decode(errors="replace")).name or "batch.jsonl"
+        elif not self._is_file:
+            self.fields[self._options[b"name"].decode(errors="replace")] = self._value.decode(errors="replace")
 
 
 async def _read_form(scope: Scope, receive: Receive, written: Path) -> UploadForm:
@@ -302,22 +376,7 @@ async def _read_form(scope: Scope, receive: Receive, written: Path) -> UploadFor
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data" or b"boundary" not in options:
         raise RequestError(HTTPStatus.BAD_REQUEST, "send the file as multipart/form-data, with `purpose` and `file`")
-    form = UploadForm()
-
-    def on_field(field: Field) -> None:
-        form.fields[(field.field_name or b"").decode(errors="replace")] = (field.value or b"").decode(errors="replace")
-
-    def on_file(file: File) -> None:
-        if file.field_name == b"file" and form.filename is None:
-            form.filename = Path((file.file_name or b"").decode(errors="replace")).name or "batch.jsonl"
-            file.file_object.seek(0)
-            with open(written, "wb") as target:
-                while part := file.file_object.read(CHUNK_BYTES):
-                    target.write(part)
-        file.close()
-
-    config = {"UPLOAD_DIR": str(written.parent), "MAX_FIELDS": 16, "MAX_FIELD_SIZE": 1 << 16}
-    parser = FormParser("multipart/form-data", on_field, on_file, boundary=options[b"boundary"], config=config)
+    form = UploadForm(options[b"boundary"], written)
     size, more = 0, True
     clock = asyncio.get_running_loop().time
     begun = clock()
@@ -336,10 +395,9 @@ async def _read_form(scope: Scope, receive: Receive, written: Path) -> UploadFor
             if size > MOST_FILE_BYTES:
                 text = f"a file has at most {MOST_FILE_BYTES} bytes"
                 raise RequestError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text, param="file", headers=[CLOSE])
-            await asyncio.to_thread(parser.write, part)
-        await asyncio.to_thread(parser.finalize)
+            await asyncio.to_thread(form.write, part)
     except ValueError as error:
         raise RequestError(HTTPStatus.BAD_REQUEST, f"the form cannot be read: {error}") from None
     finally:
-        parser.close()
+        form.close()
     return form
