@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from muxserve.scheduling.residency_types import Residence, Standing, WakeCosts
-from muxserve.scheduling.wake_times import WakeTimes
 
 # Measurements of a model count from the second one on, and for the three residences after their own.
 _BELIEVED, _REMEMBERED = 2, 3
@@ -130,16 +128,14 @@ class ModelSizes:
             return self._needs[standing.model]
         return max(standing.held, self._expected[standing.model])
 
-    def balance(self, room: int, standings: Iterable[Standing], times: WakeTimes) -> Balance:
-        """The balance of `room` bytes for these models. The growth of their KV caches until the next wake has ended is
-        not free."""
+    def balance(self, room: int, standings: Iterable[Standing]) -> Balance:
+        """The balance of `room` bytes for these models."""
         balance = Balance(room, 0)
         for each in standings:
             taken = self.taken(each)
             balance.free -= taken
             if each.residence is Residence.LEAVING:
                 balance.promised += taken
-            balance.free -= math.ceil(max(0.0, each.growth) * times.seconds(each.model))
         return balance
 
     def _estimate(self) -> None:

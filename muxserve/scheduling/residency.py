@@ -151,7 +151,7 @@ class Residency:
         self.restless = any(each.residence is not Residence.AWAKE for each in waiting)
         self.waits_for = {each.model: _WHILE[each.residence] for each in waiting}
         room = self.rules.limit - (self.rules.fixed if fixed is None else fixed + self.rules.fixed_margin)
-        balance = self.sizes.balance(room, by_name.values(), self.times)
+        balance = self.sizes.balance(room, by_name.values())
         if (kv := self.rules.kv) is not None:
             balance.free -= self.pools.taken(kv)
             balance.promised += self.pools.promised(now)
@@ -226,7 +226,7 @@ class Residency:
         standings = list(this.standings.values())
         others = [each for each in standings if each.model != model and not self._models[each.model].pinned]
         pinned = [each for each in standings if self._models[each.model].pinned]
-        missing = self.sizes.needs(model) - self.sizes.balance(this.room, pinned, self.times).free
+        missing = self.sizes.needs(model) - self.sizes.balance(this.room, pinned).free
         if missing <= 0:
             return []
         ceiling = self.rules.ceiling

@@ -115,9 +115,8 @@ class Residence(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How a model stands: where it is and since when; its running requests; when those that wait for it arrived; the
-    bytes that were measured of it (0: not measured), its KV cache included; and the bytes per second by which that
-    grows."""
+    """How a model stands: where it is and since when; its running requests; when those that wait for it arrived; and
+    the bytes that were measured of it (0: not measured), a private KV cache included."""
 
     model: str
     residence: Residence
@@ -125,7 +124,6 @@ class Standing:
     running: int = 0
     waiting: Sequence[float] = ()
     held: int = 0
-    growth: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,14 +193,6 @@ def test_what_is_no_model_counts_as_declared_until_it_was_measured() -> None:
     assert policy.decide(10.0, 25, asked) == []
 
 
-def test_growing_caches_are_left_room() -> None:
-    policy = residency(100, a=WakeCosts(40), b=WakeCosts(40, seconds=2.0))
-    standings = [Standing("a", AWAKE, 0.0, running=1), Standing("b", ASLEEP, 0.0, waiting=[10.0])]
-    assert policy.decide(10.0, 10, standings) == [Wake("b")]
-    growing = [Standing("a", AWAKE, 0.0, running=1, growth=20.0), standings[1]]
-    assert policy.decide(10.0, 10, growing) == []
-
-
 def test_who_can_still_be_in_time_goes_first_and_who_has_starved_before_all() -> None:
     costs = WakeCosts(40, seconds=1.0, ttft=3.0)
     policy = residency(1000, hopeless=costs, good=costs, starved=costs)
