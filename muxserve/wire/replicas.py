@@ -261,7 +261,7 @@ class MemoryReport(Message):
 
 
 class ReplicaEnded(Message):
-    """The processes of a replica of `model` have ended, or their memory is in a file: it is free."""
+    """The processes of a replica of `model` have ended: its memory is free."""
 
     model: str
     unit: str
