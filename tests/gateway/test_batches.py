@@ -680,7 +680,8 @@ def test_open_batches_of_one_keep_out_nobody_else(batches: Batches, monkeypatch:
     batches.store.create("another", "", CHAT, file, ("24h", 60.0), None)
     batches.store.cancel(first)
     assert batches.store.claim()
-    batches.store.end(batches.store.open_batches()[0], "cancelled", lambda line: "")
+    (cancelled,) = (each for each in batches.store.open_batches() if each.id == first)
+    batches.store.end(cancelled, "cancelled", lambda line: "")
     batches.new("three")
 
 
