@@ -93,7 +93,9 @@ class Gateway:
         self.grammars = GrammarCompilers(fleet.gateway.grammars, nurseries)
         self.reports = Reports(self.status, index, self.limiter, self.grammars)
         kept = fleet.gateway.responses
-        self.responses = ResponseStore(kept, index, fleet.gateway.count) if kept is not None else None
+        self.responses: ResponseStore | None = None
+        if kept is not None:
+            self.responses = ResponseStore(kept, index, fleet.gateway.count, taking_over=fleet.takes_over)
         self.batches: GatewayBatches | None = None
         if fleet.gateway.batches is not None:
             loads = FleetLoads(self.status, self.limiter, self.measures)

@@ -95,6 +95,22 @@ def test_what_a_gateway_was_making_has_failed_when_it_starts_again(tmp_path: Pat
     assert statuses == {"mine": "failed", "its": "queued", "of a third": "failed"}
 
 
+def test_a_fleet_that_takes_over_leaves_the_one_before_to_finish_what_it_makes(tmp_path: Path) -> None:
+    before, now = store_in(tmp_path)
+    before.save("one", "resp_1", kept("in_progress"))
+    spec = ResponsesSpec(str(tmp_path / "responses.sqlite"))
+    after = ResponseStore(spec, 0, 2, lambda: now[0], taking_over=True)
+    found = after.find("one", "resp_1")
+    assert found is not None
+    assert found.is_running
+    before.save("one", "resp_1", kept())
+    found = after.find("one", "resp_1")
+    assert found is not None
+    assert found.status == "completed"
+    before.close()
+    after.close()
+
+
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"responses cannot be kept in /not/there/responses\.sqlite"):
         store_in(Path("/not/there"))

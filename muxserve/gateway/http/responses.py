@@ -96,12 +96,20 @@ class ResponseStore:
         gateway: which gateway this is; what one before it under this number was making has failed.
         count: how many gateways there are.
         clock: seconds since 1970.
+        taking_over: from another fleet, whose gateways have the same numbers and still finish what they make.
 
     Raises:
         OSError: the file cannot be written.
     """
 
-    def __init__(self, spec: ResponsesSpec, gateway: int, count: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        spec: ResponsesSpec,
+        gateway: int,
+        count: int,
+        clock: Callable[[], float] = time.time,
+        taking_over: bool = False,
+    ) -> None:
         self._spec = spec
         self._gateway = gateway
         self._clock = clock
@@ -109,8 +117,9 @@ class ResponseStore:
             # Conversations are nobody else's; what SQLite puts beside the file gets its mode.
             os.close(os.open(spec.file, os.O_CREAT | os.O_RDWR, 0o600))
             self._db = self._open()
-            with transaction(self._db):
-                self._db.execute(_INTERRUPTED, (gateway, count))
+            if not taking_over:
+                with transaction(self._db):
+                    self._db.execute(_INTERRUPTED, (gateway, count))
         except (OSError, sqlite3.Error) as error:
             raise OSError(f"responses cannot be kept in {spec.file}: {error}") from None
 
