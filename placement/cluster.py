@@ -75,6 +75,11 @@ class PlacedUnit:
         return len(self.models) == 1 and not self.split
 
     @property
+    def has_shares(self) -> bool:
+        """Whether some job has a part of the compute only."""
+        return any(min(model.prefill_share, model.decode_share) < 1.0 for model in self.models)
+
+    @property
     def split(self) -> bool:
         """Whether every model has an engine for prefill and one for decode."""
         return all(model.shape == "split" for model in self.models)

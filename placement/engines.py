@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from muxserve.costs.latency import CostError, EngineShape, LatencyModel, Load
@@ -10,6 +11,17 @@ from placement.cluster import ShapeName
 from placement.curves import CurveLengths, Curves, DecodeCurve, PrefillCurve
 from placement.demand import Demand, Mesh, splits_evenly
 from placement.memory import MemoryRules, model_bytes, sequence_bytes
+
+
+class ShareRules(NamedTuple):
+    """How engines share a device's compute. They have shares of it on meshes of at most `most_devices` (None: on all),
+    and take turns on others. On a single device each has `graph_sets` of CUDA graphs (None: as the memory's rules)."""
+
+    most_devices: int | None = None
+    graph_sets: int | None = None
+
+
+SHARED = ShareRules()
 
 
 class Footprint(NamedTuple):
@@ -29,6 +41,7 @@ class Engines:
         memory: bytes of each device type that may be used.
         rules: what of the memory may be used for what, for models of two engines.
         shape: the engines of models for which nobody has chosen them.
+        sharing: how they share the compute; None: they take turns.
     """
 
     def __init__(
@@ -38,10 +51,12 @@ class Engines:
         memory: Mapping[str, int],
         rules: MemoryRules | None = None,
         shape: ShapeName = "split",
+        sharing: ShareRules | None = SHARED,
     ) -> None:
         self.demands = tuple(demands)
         self.shapes: tuple[ShapeName, ...] = tuple(demand.shape or shape for demand in self.demands)
         self.rules = rules or MemoryRules()
+        self._sharing = sharing
         rules = self.rules
         self.memory = {name: int(size * rules.utilisation) - rules.reserve_bytes for name, size in memory.items()}
         self.unknown: dict[str, str] = {}
@@ -62,6 +77,11 @@ class Engines:
             found = self._fits[key] = self._check(model, mesh)
         return found
 
+    def in_turns(self, mesh: Mesh) -> bool:
+        """Whether engines on such a mesh take turns on all of its compute."""
+        most = 0 if self._sharing is None else self._sharing.most_devices
+        return most is not None and mesh.size > most
+
     def footprint(self, model: int, mesh: Mesh) -> Footprint:
         """Its memory on each device of such a mesh."""
         key = (model, mesh)
@@ -69,6 +89,8 @@ class Engines:
         if found is None:
             demand = self.demands[model]
             rules = self.rules.of_one_engine() if self.shapes[model] == "one" else self.rules.of(demand)
+            if self._sharing is not None and self._sharing.graph_sets is not None and mesh.size == 1:
+                rules = replace(rules, graph_sets=self._sharing.graph_sets)
             own = model_bytes(demand, mesh.size, rules)
             found = self._footprints[key] = Footprint(own, sequence_bytes(demand, mesh.size))
         return found

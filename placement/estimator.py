@@ -162,12 +162,11 @@ class Shares(NamedTuple):
 
 
 class Estimator:
-    """Estimates units; depends on nothing but its candidates, and keeps nothing. With `turns` every job has all of the
-    compute, and jobs take turns (temporal multiplexing)."""
+    """Estimates units; depends on nothing but its candidates, and keeps nothing. Where engines take turns every job has
+    all of the compute (temporal multiplexing)."""
 
-    def __init__(self, candidates: Candidates, turns: bool = False) -> None:
+    def __init__(self, candidates: Candidates) -> None:
         self.candidates = candidates
-        self.turns = turns
         self.engines = candidates.engines
         self.demands = candidates.engines.demands
 
@@ -187,7 +186,7 @@ class Estimator:
         With a `reserve` s is for so many times the rates: the fewest SMs that meet a rate leave large batches.
         """
         whole = tuple(1.0 for _ in members)
-        if self.turns:
+        if self.engines.in_turns(mesh):
             fit = all(self.engines.fits(member.model, mesh) for member in members)
             return [Shares(1.0, whole)] if fit else []
         found = [self.candidates.of(member, mesh, reserve) for member in members]

@@ -10,7 +10,7 @@ from muxserve.costs.latency import LatencyModel
 from placement.candidates import SHARES, Candidates
 from placement.cluster import Cluster, PlacedModel, PlacedUnit, Placement, ShapeName
 from placement.demand import Demand, splits_evenly
-from placement.engines import Engines
+from placement.engines import SHARED, Engines, ShareRules
 from placement.estimator import Estimator, UnitEstimate
 from placement.even import even
 from placement.format import enumerate_words, format_size
@@ -50,13 +50,14 @@ class PlanOptions:
     """`mode`: `muxserve` colocates with SM shares, `spatial` gives every model meshes of its own, `temporal` colocates
     with all compute to one job at a time. `one` colocates models of one engine each, `alone`
     gives each of them meshes of its own, and `even` divides the devices among them evenly (`placement.even`).
-    `improved` adds the local search."""
+    `sharing` is how engines have shares where they do not take turns. `improved` adds the local search."""
 
     objective: Objective = field(default_factory=Objective)
     mode: ModeName = "muxserve"
     improved: bool = True
     rules: MemoryRules = field(default_factory=MemoryRules)
     shares: tuple[float, ...] = SHARES
+    sharing: ShareRules = SHARED
     greedy: GreedyLimits = field(default_factory=GreedyLimits)
     local: ImproveLimits = field(default_factory=ImproveLimits)
 
@@ -149,9 +150,9 @@ def plan_cluster(
         raise ValueError("a plan needs at least one model and one device")
     rules = _RULES[options.mode]
     machines = Machines(cluster)
-    engines = Engines(demands, latency, memory, options.rules, rules.shape)
-    estimator = Estimator(Candidates(engines, options.shares), turns=rules.turns)
-    values = Values(estimator, options.objective, colocate=rules.colocate)
+    sharing = None if rules.turns else options.sharing
+    engines = Engines(demands, latency, memory, options.rules, rules.shape, sharing)
+    values = Values(Estimator(Candidates(engines, options.shares)), options.objective, colocate=rules.colocate)
     if options.mode == "even":
         first = final = even(values, machines)
     else:

@@ -261,20 +261,17 @@ def show_policies(fleet: Fleet, plan: ClusterPlan) -> None:
     policies = dict.fromkeys(unit.policy or fleet.policy for unit in plan.placement.units if not unit.alone)
     if not policies:
         return
-    how = "for their life"
-    if shares_per_lease(fleet, plan.placement):
-        how = "from lease to lease"
-    elif any(unit.device != CPU for unit in plan.placement.units):
-        how = f"for their life (sm_sharing: {fleet.cluster.sm_sharing})"
-    console.print(f"policy {escape(enumerate_words(list(policies)))}; engines have their shares {escape(how)}")
     on_gpus = [unit for unit in plan.placement.units if unit.device != CPU and not unit.alone]
-    beside = any(
-        (unit.policy or fleet.policy) == "free" or min(model.prefill_share, model.decode_share) < 1.0
-        for unit in on_gpus
-        for model in unit.models
-    )
+    per_lease = shares_per_lease(fleet, plan.placement)
+    shares = ""
+    if per_lease:
+        shares = "; engines have their shares from lease to lease"
+    elif not on_gpus or any(unit.has_shares for unit in on_gpus):
+        shares = "; engines have their shares for their life"
+    console.print(f"policy {escape(enumerate_words(list(policies)))}{shares}")
+    beside = any((unit.policy or fleet.policy) == "free" or unit.has_shares for unit in on_gpus)
     if beside and fleet.cluster.mps != "off":
-        what = "MPS and green contexts" if shares_per_lease(fleet, plan.placement) else "MPS"
+        what = "MPS and green contexts" if per_lease else "MPS"
         console.print(f"`muxserve deploy` needs {what} for that; `muxserve doctor --gpu` tries it on the machine")
     elif on_gpus:
         console.print("jobs take turns on all SMs, for which `muxserve deploy` needs nothing of the GPUs")

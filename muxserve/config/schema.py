@@ -422,6 +422,12 @@ class ClusterSection(Section):
     )
     ray: Ray = Field(default=Ray(), description="For launcher: ray")
 
+    @property
+    def has_shares_per_lease(self) -> bool:
+        """Whether engines with shares of one GPU's SMs are expected to change these from lease to lease: in green
+        contexts, which `auto` takes where they work."""
+        return self.mps != "off" and self.sm_sharing != "mps"
+
 
 class Sm(Section):
     """Shares of each GPU's SMs, instead of those that the planner chooses."""

@@ -18,7 +18,7 @@ from muxserve.planning.candidates.device_pool import CpuPool, cpu_pool
 from muxserve.planning.candidates.layouts import NoPlaceError
 from muxserve.planning.candidates.mixed import alternatives, unit_ways
 from muxserve.planning.candidates.resident_units import NoUnitError
-from muxserve.planning.candidates.ways import MIXED, SIMPLEST, WAYS, as_way, planned_mode, ways_of
+from muxserve.planning.candidates.ways import MIXED, SIMPLEST, WAYS, as_way, planned_mode, share_rules, ways_of
 from muxserve.planning.demand.demands import check_lengths, contexts_of, demands_of, equal_nodes, memory_of
 from muxserve.planning.place.contest import LONG_LOOK, LOOK, Contest, Rival
 from muxserve.planning.place.mixing import mixed
@@ -53,8 +53,6 @@ from muxserve.planning.report.what_if import ScalePoint, most_met, with_rates
 from muxserve.planning.specs.unit_demands import refused
 from muxserve.planning.specs.unit_models import as_deployed as as_deployed_unit
 from muxserve.simulator import SimulationError
-from muxserve.spec import SHARES_PER_LEASE
-from muxserve.spec.unit import SHARE_STEPS
 from muxserve.workload import Workload, check_fits
 from placement.cluster import Cluster
 from placement.demand import Demand
@@ -105,6 +103,7 @@ def options_of(
         objective=Objective(known, attainment),
         mode=placed,
         rules=MemoryRules.served(fleet.cluster.gpu_memory),
+        sharing=share_rules(fleet),
         local=ImproveLimits(seed=seed),
     )
 
@@ -162,17 +161,9 @@ class Planner:
         """The seed of the local search and of the simulations."""
         return self.options.local.seed
 
-    def _surroundings(self, pool: CpuPool | None = None, mode: ModeName = "alone") -> Surroundings:
+    def _surroundings(self, pool: CpuPool | None = None) -> Surroundings:
         network = self.fleet.cluster.network if self.network is None else self.network
-        return Surroundings(self._rules(mode), network, pool)
-
-    def _rules(self, mode: ModeName) -> MemoryRules:
-        """How the memory of GPUs is divided where models are placed in a mode. Engines that can change their share of
-        the SMs have CUDA graphs for each of these; those of other policies are planned with as much."""
-        cluster = self.fleet.cluster
-        if mode in ("alone", "even") or cluster.mps == "off" or cluster.sm_sharing not in SHARES_PER_LEASE:
-            return self.options.rules
-        return replace(self.options.rules, graph_sets=SHARE_STEPS)
+        return Surroundings(self.options.rules, network, pool, self.options.sharing)
 
     def _demands(self, cluster: Cluster | None = None) -> list[Demand]:
         """What the models of the fleet ask for on a cluster (None: the CPU).
@@ -371,7 +362,7 @@ class Planner:
             cluster,
             self.latency,
             memory_of(cluster),
-            replace(options, mode=planned_mode(self.fleet, options.mode), rules=self._rules(options.mode)),
+            replace(options, mode=planned_mode(self.fleet, options.mode)),
             lambda: time.monotonic() >= until,
             lambda text: self.told(before + text),
         )
@@ -434,7 +425,7 @@ class Planner:
             tried.add(how.mode)
 
             def again(asked: Sequence[Demand], way: str = way, mode: ModeName = how.mode) -> ClusterPlan:
-                return as_way(way, placed(mode, tuple(asked)), self.fleet, self._surroundings(mode=mode), self.latency)
+                return as_way(way, placed(mode, tuple(asked)), self.fleet, self._surroundings(), self.latency)
 
             spared = self._borne_out(rival.plan, demands, cluster, again)
             if spared.plan is not rival.plan:
@@ -505,7 +496,7 @@ class Planner:
         """The plans of the final, and the first of them with each of its units served as it is best."""
         first = ranked[0].plan
         ways = unit_ways(self.fleet, shares_per_lease(self.fleet, first.placement))
-        others = partial(alternatives, first, ways, self._surroundings(mode="muxserve"), self.latency)
+        others = partial(alternatives, first, ways, self._surroundings(), self.latency)
         plan = mixed(first, others, contest)
         return list(ranked) if plan is None else contest.joined(ranked, Rival(MIXED, plan))
 
@@ -517,7 +508,7 @@ class Planner:
         for way in others:
             mode = WAYS[way].mode
             planned = found.plan if mode == WAYS[own].mode else placed(mode, found.plan.demands)
-            plan = as_way(way, planned, self.fleet, self._surroundings(mode=mode), self.latency)
+            plan = as_way(way, planned, self.fleet, self._surroundings(), self.latency)
             for number, rival in enumerate(rivals):
                 if rival.plan.placement.units == plan.placement.units:
                     rivals[number] = replace(rival, alike=(*rival.alike, way))

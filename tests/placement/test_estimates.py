@@ -11,8 +11,8 @@ from muxserve.costs.latency import EngineShape
 from placement.candidates import Candidates
 from placement.curves import DecodeCurve, PrefillCurve, batch_grid
 from placement.demand import Demand, Member, Mesh, splits_evenly
-from placement.engines import Engines, lengths_of
-from placement.estimator import Shares
+from placement.engines import Engines, ShareRules, lengths_of
+from placement.estimator import Estimator, Shares
 from placement.memory import MemoryRules, model_bytes, sequence_bytes
 from placement.settle import turns
 from tests.placement.analytic import B7, B13, B30, B65, GIB, MEMORY, Analytic, AnalyticCosts, demand, estimator
@@ -251,9 +251,23 @@ class TestUnits:
         assert met(slo_ttft=2.0) > 0.99
 
     def test_turns_gives_everyone_everything(self) -> None:
-        both = estimator([demand("a"), demand("b")])
-        both.turns = True
+        both = Estimator(Candidates(Engines([demand("a"), demand("b")], Analytic(), MEMORY, sharing=None)))
         assert both.choices(ONE, (Member(0), Member(1))) == [Shares(1.0, (1.0, 1.0))]
+
+    def test_on_larger_meshes_than_engines_share_they_take_turns(self) -> None:
+        engines = Engines([demand("a"), demand("b")], Analytic(), MEMORY, sharing=ShareRules(most_devices=1))
+        both, members = Estimator(Candidates(engines)), (Member(0), Member(1))
+        assert len(both.choices(ONE, members)) > 1
+        assert both.choices(TWO, members) == [Shares(1.0, (1.0, 1.0))]
+
+    def test_engines_whose_shares_change_have_graphs_for_each_of_these(self) -> None:
+        rules = MemoryRules.served()
+        whole, parts = (
+            Engines([demand("a")], Analytic(), MEMORY, rules, sharing=ShareRules(graph_sets=sets)) for sets in (None, 4)
+        )
+        # Two engines have three more each.
+        assert parts.footprint(0, ONE).own - whole.footprint(0, ONE).own == 2 * 3 * rules.graph_bytes
+        assert parts.footprint(0, TWO) == whole.footprint(0, TWO)
 
     @settings(max_examples=40, deadline=None)
     @given(

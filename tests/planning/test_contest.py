@@ -20,7 +20,7 @@ from muxserve.planning.candidates.device_pool import Surroundings
 from muxserve.planning.candidates.ways import as_way
 from muxserve.planning.demand.demands import cluster_of
 from muxserve.planning.demand.known_models import planned_architecture
-from muxserve.planning.place import prediction, simulations
+from muxserve.planning.place import simulations
 from muxserve.planning.place.contest import LOOK, Contest, Rival, kept, why
 from muxserve.planning.place.prediction import Prediction, Trial, predict, simulated_of
 from muxserve.planning.place.window import RateWindow
@@ -277,20 +277,18 @@ class TestWays:
             return simulate(units, *arguments, **more)
 
         monkeypatch.setattr(simulations, "simulate", watched)
-        for policy, ways in (("slack", {"mps"}), ("free", {"mps"}), ("slack", set())):
-            monkeypatch.setattr(prediction, "SHARES_PER_LEASE", frozenset(ways))
+        for policy, sharing in (("slack", "auto"), ("free", "green_contexts"), ("slack", "mps")):
+            can = sharing != "mps"
             simulated.clear()
             file.write_text(
-                f"policy: {policy}\ncluster: {{ gpus: 1, gpu_type: a100, sm_sharing: mps }}\nmodels:\n"
+                f"policy: {policy}\ncluster: {{ gpus: 1, gpu_type: a100, sm_sharing: {sharing} }}\nmodels:\n"
                 f"  - {{ name: a, {model} }}\n  - {{ name: b, {model} }}\n"
             )
             arguments = ["plan", str(file), "--simulate", "8", "--no-robust", "--json"]
             data = json.loads(CliRunner().invoke(app, arguments).stdout)
             assert data["candidates"]
-            own = (policy, bool(ways))
-            others = {("slack", True), ("adbs" if policy == "slack" else policy, True)} if ways else set()
-            assert {own, *others} <= simulated
-            assert ("slack", not ways) not in simulated
+            others = {("slack", True), ("adbs" if policy == "slack" else policy, True)} if can else set()
+            assert {(policy, can), *others} <= simulated
 
     @pytest.mark.slow
     def test_the_plan_tells_what_it_and_the_simplest_way_do_under_every_workload(self, tmp_path: Path) -> None:

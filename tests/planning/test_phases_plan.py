@@ -320,7 +320,7 @@ class TestReplicas:
     """Layouts of models by what their engines serve, for fleets that fall short otherwise."""
 
     TIGHT = """\
-cluster: { gpus: 8, gpu_type: l20 }
+cluster: { gpus: 8, gpu_type: l20, sm_sharing: mps }
 models:
   - name: m
     architecture: ARCHITECTURE
@@ -367,7 +367,7 @@ models:
             fleet.write_text(FLEET.format(engines=engines, more=others))
             ways = set(ways_of(load_fleet(fleet, serving=False), short, elastic=False))
             assert (ways >= more) == compete, (engines, short)
-            assert ways - more == set(WAYS) - more - {"shares per lease", MIXED}
+            assert ways - more == set(WAYS) - more - {"shares per lease", "shared", MIXED}
 
     def test_engines_of_each_phase_have_the_planner_s_shares(self, fleet: Path) -> None:
         fleet.write_text(FLEET.format(engines=AUTO, more=OTHER))

@@ -15,8 +15,10 @@ from muxserve.planning.planner import PlannedFleet, Planner, options_of
 from muxserve.planning.specs.fleet_planner import FleetPlanner
 from muxserve.planning.specs.plan_file import save_plan
 from muxserve.planning.specs.unit_specs import planned_unit
+from muxserve.spec.unit import SHARE_STEPS
 from placement import Machine
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
+from placement.engines import ShareRules
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -100,7 +102,28 @@ def test_the_fleets_own_way_comes_first_and_layouts_only_where_they_may_help(tmp
     ways = list(ways_of(fleet, short=False, elastic=True))
     assert ways[:2] == ["shares per lease", "shared"]
     assert all(WAYS[way].layout is None for way in ways)
-    assert set(ways_of(fleet, short=True, elastic=False)) == set(WAYS) - {"shares per lease", MIXED}
+    # Without green contexts there are percentages, which are for who asks for them.
+    assert set(ways_of(fleet, short=True, elastic=False)) == set(WAYS) - {"shares per lease", "shared", MIXED}
+    percent = fleet.model_copy(update={"cluster": fleet.cluster.model_copy(update={"sm_sharing": "mps"})})
+    assert set(ways_of(percent, short=True, elastic=False)) == set(WAYS) - {"shares per lease", MIXED}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "rules"),
+    [
+        ("gpus: 1", ShareRules(1, SHARE_STEPS)),
+        ("gpus: 1, sm_sharing: green_contexts", ShareRules(None, SHARE_STEPS)),
+        ("gpus: 1, sm_sharing: mps", ShareRules(None, None)),
+    ],
+)
+def test_engines_share_gpus_in_plans_as_they_do_where_these_work(
+    tmp_path: Path, cluster: str, rules: ShareRules
+) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(
+        f"cluster: {{ {cluster}, gpu_type: A100-80GB }}\nmodels:\n  - {{ name: a, {MODEL.format(more='')} }}\n"
+    )
+    assert options_of(load_fleet(file, serving=False), "muxserve").sharing == rules
 
 
 def test_a_plan_of_models_of_one_engine_that_share_a_gpu_is_what_is_deployed(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from muxserve.cluster.machine import usable_cores
 from muxserve.config import FleetError
 from muxserve.costs.roofline import Roofline
 from muxserve.planning import planner
-from muxserve.planning.place import prediction
 from muxserve.planning.place.prediction import Verified
 from muxserve.planning.specs.plan_file import save_plan
 from muxserve.simulator import mode_of
@@ -227,16 +226,20 @@ def test_processes_without_mps_have_the_gpu_in_turn(tmp_path: Path, mps: str, sh
 
 
 def test_units_are_simulated_under_the_fleet_s_policy_with_what_their_engines_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    head = "cluster: { gpus: 1, gpu_type: A100-80GB, sm_sharing: green_contexts }\n"
     model = f"models: [{{ name: chat, architecture: llama-2-7b, rate: 1, {LENGTHS}, engines: split }}]\n"
     placed = PlacedUnit("unit0", "A100-80GB", (0,), (PlacedModel("chat", 1.0, 0.5, 0.5),), 20 << 30)
     save_plan(Placement(Cluster((Node("A100-80GB", 1),)), (placed,)), tmp_path / "plan.yaml", "")
     file = tmp_path / "fleet.yaml"
-    contexts = ("green_contexts",)
-    for policy, ways, elastic in (("adbs", (), False), ("slack", contexts, True), ("slack", ("mps",), False)):
-        monkeypatch.setattr(prediction, "SHARES_PER_LEASE", frozenset(ways))
+    cases = (
+        ("adbs", "mps", False),
+        ("slack", "green_contexts", True),
+        ("slack", "auto", True),
+        ("slack", "mps", False),
+    )
+    for policy, sharing, elastic in cases:
+        head = f"cluster: {{ gpus: 1, gpu_type: A100-80GB, sm_sharing: {sharing} }}\n"
         file.write_text(f"policy: {policy}\n{head}{model}")
         found = places_of(file, None, None, None, tmp_path / "plan.yaml", Roofline()).placed("muxserve")
         (unit,) = found.units(mode_of("muxserve"))

@@ -411,7 +411,7 @@ def _split(
         NoPlaceError: two engines do not fit.
     """
     kind, tp = units[0].device, len(units[0].devices)
-    engines = Engines(plan.demands, latency, {kind: device(kind).memory_bytes}, around.rules)
+    engines = Engines(plan.demands, latency, {kind: device(kind).memory_bytes}, around.rules, sharing=around.sharing)
     values = Values(Estimator(Candidates(engines)), plan.objective)
     try:
         found = [placed_unit(values, each.name, each.devices, Unit(Mesh(kind, tp), (member,))) for each in units]

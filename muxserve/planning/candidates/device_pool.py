@@ -21,6 +21,7 @@ from muxserve.planning.candidates.layouts import (
 )
 from placement import HostMemory, Machine, ModelDemand, PlanError, UnitPlan, plan_unit
 from placement.demand import splits_evenly
+from placement.engines import SHARED, ShareRules
 from placement.format import format_size
 from placement.memory import MemoryRules
 
@@ -168,8 +169,9 @@ def _divisors(number: int) -> list[int]:
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What a placement does not say of the devices: `rules` for the memory of GPUs, bytes per second of the `network`
-    between their machines, and the `machine` whose CPU units may be on."""
+    between their machines, the `machine` whose CPU units may be on, and how engines have shares of a GPU."""
 
     rules: MemoryRules
     network: float = NETWORK
     machine: CpuPool | None = None
+    sharing: ShareRules = SHARED

@@ -58,8 +58,9 @@ def alternatives(
     groups = [numbers for names, numbers in _groups(plan.placement) if names & set(models)]
     groups = [numbers for numbers in groups if all(_may_change(plan, number) for number in numbers)]
     for way in ways:
-        engines = Engines(plan.demands, latency, memory, around.rules, way.shape)
-        values = Values(Estimator(Candidates(engines), way.turns), plan.objective)
+        sharing = None if way.turns else around.sharing
+        engines = Engines(plan.demands, latency, memory, around.rules, way.shape, sharing)
+        values = Values(Estimator(Candidates(engines)), plan.objective)
         for group in groups:
             try:
                 units = {number: _otherwise(plan, number, way, values) for number in group}

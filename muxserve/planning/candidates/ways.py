@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from muxserve.config import Fleet
+from muxserve.config import AUTO, Fleet
 from muxserve.costs.latency import LatencyModel
 from muxserve.planning.candidates.dedicated_units import OpenLayout, rearranged
 from muxserve.planning.candidates.device_pool import Surroundings
+from muxserve.spec.unit import share_steps
 from placement.cluster import PlacedUnit
+from placement.engines import ShareRules
 from placement.planner import ClusterPlan, ModeName
 
 
@@ -98,9 +100,18 @@ def planned_mode(fleet: Fleet, mode: ModeName) -> ModeName:
     return "temporal" if mode == "muxserve" and fleet.cluster.mps == "off" else mode
 
 
+def share_rules(fleet: Fleet) -> ShareRules:
+    """How engines have shares of GPUs. Over several GPUs there are percentages only, which are for fleets that ask for
+    them. In green contexts an engine has CUDA graphs for each of its shares."""
+    cluster = fleet.cluster
+    sets = share_steps("green_contexts", fleet.policy) if cluster.has_shares_per_lease else 0
+    return ShareRules(1 if cluster.sm_sharing == AUTO else None, sets or None)
+
+
 def shared_ways(fleet: Fleet, elastic: bool) -> tuple[str, ...]:
-    """Those ways of which the placement is MuxServe's own: without MPS, `planned_mode`."""
-    if fleet.cluster.mps == "off":
+    """Those ways of which the placement is MuxServe's own: without MPS, `planned_mode`. Unless the file asks for
+    percentages, no job has a share of several GPUs."""
+    if fleet.cluster.mps == "off" or (fleet.cluster.sm_sharing == AUTO and not elastic):
         return ("turns",)
     if not elastic:
         return ("shared",)

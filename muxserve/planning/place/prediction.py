@@ -58,9 +58,8 @@ from muxserve.simulator import (
     mode_of,
     sim_unit,
     simulate,
-    units_of,
 )
-from muxserve.spec import SHARES_PER_LEASE, ResidencySpec
+from muxserve.spec import ResidencySpec
 from muxserve.spec.unit import SHARE_STEPS
 from muxserve.workload import ModelLoad, generate
 from muxserve.workload.trace import TraceRequest
@@ -81,8 +80,8 @@ class Simulated:
     """What is simulated of a fleet: a placement, the models that its units of two engines serve, the units of models of
     one engine (`others`), and by what replicas of a model work together, by its name. `spares` are units that
     it may get beside those that it has, before a mode has changed them. `residency`, by unit, if memory decides which
-    of its models are awake. `origin` says where the placement comes from, for the user; `share_steps` are as of
-    `sim_unit`, `sharing` is as of `SimUnit`."""
+    of its models are awake. `origin` says where the placement comes from, for the user; `elastic` names the
+    units whose engines can change their share from lease to lease, `sharing` is as of `SimUnit`."""
 
     placement: Placement
     models: Mapping[str, Demand]
@@ -91,7 +90,7 @@ class Simulated:
     spares: Mapping[str, tuple[SimUnit, ...]] = field(default_factory=dict)
     residency: Mapping[str, ResidencySpec] = field(default_factory=dict)
     origin: str = ""
-    share_steps: int = 0
+    elastic: frozenset[str] = frozenset()
     sharing: Sharing = "mps"
 
     @property
@@ -112,11 +111,11 @@ class Simulated:
         """All units. What a mode takes away is taken from models of two engines.
 
         Raises:
-            SimulationError: as `units_of`.
+            SimulationError: as `sim_unit`.
         """
         apart = {unit.name for unit in self.others}
-        shared = tuple(unit for unit in self.placement.units if unit.name not in apart)
-        units = units_of(replace(self.placement, units=shared), self.models, mode, self.share_steps)
+        shared = [unit for unit in self.placement.units if unit.name not in apart]
+        units = [adapt(sim_unit(unit, self.models, _steps(unit.name in self.elastic)), mode) for unit in shared]
         if self.residency and mode.placement == "muxserve":
             units = [with_residency(unit, self.residency[unit.name]) for unit in units]
         return [replace(unit, sharing=self.sharing) for unit in (*units, *self.others)]
@@ -141,7 +140,6 @@ def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], 
         for placed in unit.models:
             by_model.setdefault(placed.model, []).append(unit)
     by_name = {demand.name: demand for demand in demands}
-    steps = SHARE_STEPS if shares_per_lease(fleet, placement) else 0
     models = {demand.name: replace(demand, max_len=demand.context) for demand in demands}
     placement = replace(placement, units=tuple(_under(unit, fleet) for unit in placement.units))
     scaling, free = scaling_of(fleet), _Free(placement)
@@ -159,7 +157,11 @@ def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], 
             only = tuple(placed for placed in first.models if placed.model == name)
             alone = replace(first, models=only)
             spares[name] = tuple(
-                sim_unit(replace(alone, name=f"{name}+{number}", devices=devices), models, steps)
+                sim_unit(
+                    replace(alone, name=f"{name}+{number}", devices=devices),
+                    models,
+                    _steps(_is_elastic(fleet, alone)),
+                )
                 for number, devices in enumerate(more, 1)
             )
             continue
@@ -175,13 +177,24 @@ def simulated_of(placement: Placement, fleet: Fleet, demands: Sequence[Demand], 
         elif len(mine) > 1 or name in scaling:
             rules[name] = _replica_rules(fleet, levels, scaling.get(name), around)
     sharing: Sharing = "time_slices" if fleet.cluster.mps == "off" else "mps"
-    return Simulated(placement, models, tuple(others), rules, spares, share_steps=steps, sharing=sharing)
+    elastic = frozenset(unit.name for unit in placement.units if _is_elastic(fleet, unit))
+    return Simulated(placement, models, tuple(others), rules, spares, elastic=elastic, sharing=sharing)
 
 
 def shares_per_lease(fleet: Fleet, placement: Placement) -> bool:
-    """Whether the engines of a placement can change their share of compute from one lease to the next."""
-    alone = all(unit.device != CPU and len(unit.devices) == 1 for unit in placement.units)
-    return fleet.cluster.sm_sharing in SHARES_PER_LEASE and alone
+    """Whether engines of a placement can change their share of the SMs from one lease to the next."""
+    return any(_is_elastic(fleet, unit) for unit in placement.units)
+
+
+def _is_elastic(fleet: Fleet, unit: PlacedUnit) -> bool:
+    """Whether that holds for the engines of a unit: those that have a part of one GPU can, in green contexts."""
+    is_on_one_gpu = unit.device != CPU and len(unit.devices) == 1
+    return fleet.cluster.has_shares_per_lease and is_on_one_gpu and unit.has_shares
+
+
+def _steps(is_elastic: bool) -> int:
+    """The number of shares that a lease can give an engine; 0: that of its start for good."""
+    return SHARE_STEPS if is_elastic else 0
 
 
 def _runs_otherwise(unit: PlacedUnit, fleet: Fleet) -> bool:

@@ -22,7 +22,7 @@ from muxserve.spec.unit import share_steps
 from placement.candidates import Candidates
 from placement.cluster import PlacedUnit
 from placement.demand import Demand, Member, Mesh
-from placement.engines import Engines
+from placement.engines import SHARED, Engines
 from placement.estimator import Estimator
 from placement.format import format_size
 from placement.memory import MemoryRules
@@ -31,7 +31,7 @@ from placement.values import Values
 
 # Where nothing is known of a GPU's speed: a prefill beside decode, as in MuxServe's examples.
 UNPLANNED = SmShares(prefill=0.6, decode=0.4)
-# Shares of an engine of both phases that is the only one of its unit, or that no lease is withheld from.
+# Shares of engines that take turns, or that no lease is withheld from.
 ALL_SMS = SmShares(prefill=1.0, decode=1.0)
 
 
@@ -119,6 +119,9 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
     elif sleeping:
         # Which of them compute beside each other is decided while they are served.
         shares = {demand.name: UNPLANNED for demand in demands}
+    elif named == "auto" and len(gpus) > stages:
+        # Over several GPUs there are percentages only, which are for who asks for them.
+        shares = {demand.name: ALL_SMS for demand in demands}
     else:
         shares, note = _planned(fleet, demands, gpus, kind, rules)
         notes += [note] if note else []
@@ -255,9 +258,9 @@ def unit_shares(
     """
     mesh = Mesh(kind, ranks)
     members = tuple(Member(index) for index in range(len(demands)))
-    engines = Engines(demands, latency, {kind: memory_bytes}, rules)
+    engines = Engines(demands, latency, {kind: memory_bytes}, rules, sharing=None if turns else SHARED)
     has_objectives = any(demand.slo_ttft is not None or demand.slo_tpot is not None for demand in demands)
-    values = Values(Estimator(Candidates(engines), turns=turns), Objective("slo" if has_objectives else "throughput"))
+    values = Values(Estimator(Candidates(engines)), Objective("slo" if has_objectives else "throughput"))
     try:
         estimate = values.estimate(mesh, members)
     except ValueError:
