@@ -15,6 +15,7 @@ from muxserve.planning.candidates.device_pool import CPU, CpuPool, Surroundings,
 from muxserve.planning.candidates.layouts import NoPlaceError, may_be_dedicated, shape_words
 from muxserve.planning.candidates.resident_units import NoUnitError
 from muxserve.planning.demand.demands import check_lengths, cluster_of, demands_of, memory_of
+from muxserve.planning.demand.private import private_because
 from muxserve.planning.place.prediction import Simulated, simulated_of
 from muxserve.planning.place.sleeping import as_deployed
 from muxserve.planning.place.this_machine import as_served, plan_machine, residency_here
@@ -118,7 +119,13 @@ class Places:
             self.notes += made.notes
             placed = self.complete(made.plan.placement, made.plan.demands, self._origin(_MUXSERVE, {}))
             return replace(placed, residency=self._residency(placed.placement))
-        planned = resolve_unit(load_fleet(self.file).as_split(), this_machine())
+        fleet = load_fleet(self.file)
+        # A model with a cache of its own, or that answers with vectors, has one engine anyway.
+        split = [
+            model if each.shape == "one" and private_because(model, each.architecture) else model.with_engines("split")
+            for model, each in zip(fleet.models, self.demands, strict=True)
+        ]
+        planned = resolve_unit(fleet.with_models(split), this_machine())
         demands = [as_served(demand, [planned]) for demand in self.demands]
         try:
             placement = plan_machine([planned], demands, self.latency, Objective()).placement

@@ -579,8 +579,8 @@ class Planner:
     ) -> ResidencyForecast | None:
         """What sleeping costs, where memory decides which models are awake in one unit; None elsewhere."""
         spec = residency_here(resolved, made.placement)
-        if not spec:
-            return None
+        if not any(each.models for each in spec.values()):
+            return None  # nobody sleeps
         if workload is not None:
             check_fits(workload, contexts_of(made.demands))
         requests = None if workload is None else list(workload)

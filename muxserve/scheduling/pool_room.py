@@ -155,12 +155,36 @@ def divided(ledger: UnitLedger, size: int, ranks: int = 1) -> dict[str, int]:
     pools = list(ledger.pools.values())
     if len(pools) == 1:
         return {pools[0].profile.name: _pages(pools[0], size, ranks)}
-    floors = [sum(map(needed_pages, pool.models)) * pool.profile.page_bytes * ranks for pool in pools]
     whole = [pool.profile.pages * pool.profile.page_bytes * ranks for pool in pools]
+    floors = [_asked_pages(pool) * pool.profile.page_bytes * ranks for pool in pools]
+    if sum(floors) > size:  # oldest requests wait until what runs has ended
+        needed = [min(pool.profile.pages, sum(map(needed_pages, pool.models))) for pool in pools]
+        floors = [pages * pool.profile.page_bytes * ranks for pages, pool in zip(needed, pools, strict=True)]
     if sum(floors) > size:
         floors = [floor * size // sum(floors) for floor in floors]
     parts = max_min(size, [Claim(float(most), floor, most) for most, floor in zip(whole, floors, strict=True)])
     return {pool.profile.name: _pages(pool, part, ranks) for pool, part in zip(pools, parts, strict=True)}
+
+
+def divided_anew(ledger: UnitLedger, size: int, ranks: int = 1) -> dict[str, int] | None:
+    """The pages of each pool in another division of the same bytes, where the oldest requests of one pool wait for
+    pages that it has no room for and others do not need; None: there is no such pool."""
+    if len(ledger.pools) < 2:
+        return None
+    short = [pool for pool in ledger.pools.values() if pool.room < _asked_pages(pool) and any(map(_waits, pool.models))]
+    if not short:
+        return None
+    found = divided(ledger, size, ranks)
+    return found if any(found[pool.profile.name] > pool.room for pool in short) else None
+
+
+def _waits(model: ModelState) -> bool:
+    return bool(model.queue) and not model.retired
+
+
+def _asked_pages(pool: PoolState) -> int:
+    """Pages that the pool's models need with the oldest request of each that waits, as far as it may have them."""
+    return min(pool.profile.pages, sum(needed_pages(each) + head_pages(each) for each in pool.models))
 
 
 def _pages(pool: PoolState, size: int, ranks: int) -> int:

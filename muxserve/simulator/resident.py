@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from muxserve.scheduling.pool_room import divided, pools_load
+from muxserve.scheduling.pool_room import divided, divided_anew, pools_load
 from muxserve.scheduling.residency import Residency
 from muxserve.scheduling.residency_types import Refuse, Residence, Sleep, Standing, Wake
 from muxserve.simulator.events import TimedEvent
@@ -240,6 +240,9 @@ class ResidentModels:
 
     def _decide(self, now: float) -> None:
         self._tell_pools(now)
+        if self.residency.rules.kv is not None and divided_anew(self.scheduler.ledger, self._room) is not None:
+            self._make_room(self._room, now)
+            self.machine.decide_again()
         for change in self.awake.decide(now, None, self._standings(now)):
             if isinstance(change, Refuse):
                 continue  # refused or never served: neither is within its objectives

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping
 
-from muxserve.scheduling.pool_room import divided
+from muxserve.scheduling.pool_room import divided, divided_anew
 from muxserve.scheduling.quotas import quota_when_back
 from muxserve.scheduling.state import ModelState
 from muxserve.unit.moving import Departures
@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.05
 CHECK_SECONDS = 1.0
+# Between two divisions of the same room among pools: vacated chunks are given back meanwhile.
+DIVIDE_SECONDS = 0.1
 # What a migrator leaves for another one to hold as well: MOVE/NUMBER. It has a short time limit of its own.
 _SHARED = re.compile(r"[^:]+:[0-9a-f]+:\d+/\d+")
 
@@ -30,6 +32,7 @@ class PageQuotas:
         self._table = table
         self._moving = moving
         self._quotas: dict[str, int] | None = None
+        self._divides_from = state.started
         self._orphans: set[tuple[str, str]] = set()
 
     def tick(self, now: float) -> None:
@@ -40,7 +43,12 @@ class PageQuotas:
             self._state.memory.read(self._state.ledger)
 
     def rebalance(self, now: float) -> None:
-        """Change quotas if the policy wants to."""
+        """Change quotas if the policy wants to, and the room of each pool if what waits wants another division."""
+        state = self._state
+        may_divide = state.room and state.memory.connected and now >= self._divides_from
+        if may_divide and divided_anew(state.ledger, state.room, state.ranks) is not None:
+            self._divides_from = now + DIVIDE_SECONDS
+            self._make_room()
         changes = self._state.policy.rebalance(self._state.ledger, now)
         if changes:
             self._set({change.model: change.pages for change in changes})

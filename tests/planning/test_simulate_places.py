@@ -129,6 +129,17 @@ def test_replicas_on_this_machine_divide_its_cores() -> None:
     assert places.baselines(["temporal"]) == ""
 
 
+def test_a_model_with_a_cache_of_its_own_has_one_engine_in_baselines_too(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    models = ROOT / "configs/models"
+    file.write_text(
+        "kv_pool: {size: 64MiB}\nmodels:\n"
+        f"  - {{name: a, path: {models / 'atlas'}}}\n  - {{name: b, path: {models / 'frontdesk'}, kv: private}}\n"
+    )
+    (unit,) = places_of(file, None, None, None, None, Roofline(), QUICK).placed("temporal").placement.units
+    assert {each.model: each.shape for each in unit.models} == {"a": "split", "b": "one"}
+
+
 @pytest.mark.slow
 def test_what_is_left_open_is_chosen_as_in_a_plan(tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.yaml"

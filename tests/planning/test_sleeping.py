@@ -129,6 +129,28 @@ def test_a_fleet_with_memory_is_compared_wherever_its_gpus_are_named(
     assert ("sleeping" in json.loads(out)) == compared
 
 
+def test_models_of_two_types_have_the_room_of_each_other_s_pool(tmp_path: Path) -> None:
+    """With nobody to wake, too: their pools share one room, which is divided by what waits."""
+    file = tmp_path / "fleet.yaml"
+    model = "rate: 1, keep: always, engines: split"
+    models = [f"  - {{ name: {each}, architecture: {each}, {model} }}" for each in ("llama-3.1-8b", "llama-2-7b")]
+    file.write_text("\n".join(["cluster: { gpus: 1, gpu_type: H100-80GB }", "memory: auto", "models:", *models]))
+    load = ("--workload", "bursty-groups:duration=120,max_prompt=2000,max_output=2000")
+    result = CliRunner().invoke(app, ["simulate", str(file), *load, "--json"])
+    assert result.exit_code == 0, result.output
+    overall = json.loads(result.stdout)["runs"]["muxserve"]["overall"]
+    assert overall["completed"] == overall["requests"] > 50
+
+
+def test_where_no_model_sleeps_on_a_cpu_nothing_is_compared(tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    model = f"path: {ROOT / 'configs/models/atlas'}, keep: always"
+    file.write_text(f"memory: {{limit: 1600MiB}}\nkv_pool: {{size: 64MiB}}\nmodels:\n  - {{name: a, {model}}}\n")
+    code, out, err = run(file, "--simulate", 2, "--json")
+    assert code == 0, err
+    assert "residency" not in json.loads(out)
+
+
 def test_on_a_cpu_it_needs_a_limit_of_memory_and_takes_the_place_of_bursty_groups(tmp_path: Path) -> None:
     models = [f"  - {{name: m{n}, path: {ROOT / 'configs/models/atlas'}, dtype: float32}}" for n in range(6)]
     file = tmp_path / "fleet.yaml"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from muxserve.scheduling.ledger import UnitLedger
 from muxserve.scheduling.long_requests import GROWTH_TOKENS
-from muxserve.scheduling.pool_room import GIVE_SECONDS, divided, pools_load
+from muxserve.scheduling.pool_room import GIVE_SECONDS, divided, divided_anew, pools_load
 from muxserve.scheduling.residency import Residency
 from muxserve.scheduling.residency_types import (
     KvRules,
@@ -267,3 +267,30 @@ def test_room_is_divided_by_what_pools_need_and_their_sizes() -> None:
     assert found["pool"] * 100 + found["q"] * 10 <= 52_500
     assert divided(ledger, 10**9) == {"pool": 1000, "q": 500}
     assert min(divided(ledger, 0).values()) >= 1
+
+
+def test_no_pool_has_more_than_its_pages_however_much_it_needs() -> None:
+    """What it cannot have is another pool's."""
+    ledger = unit()
+    ledger.pages("b", 500, 0, 0)
+    assert divided(ledger, 105_000) == {"pool": 1000, "q": 500}
+
+
+def test_room_that_a_pool_does_not_need_goes_to_one_whose_requests_wait() -> None:
+    ledger = unit()
+    ledger.pages("b", 480, 0, 0)
+    first = divided(ledger, 60_000)
+    for name, room in first.items():
+        ledger.pool_pages(name, room, 0, room, room)
+    # Nobody waits, then somebody whom the room is enough for, and then somebody whom it is not.
+    assert divided_anew(ledger, 60_000) is None
+    ledger.arrived(QueuedRequest("r1", "a", 16, 10, 1.0), 1.0)
+    assert divided_anew(ledger, 60_000) is None
+    ledger.pages("b", 0, 0, 0)
+    ledger.arrived(QueuedRequest("r2", "a", 16, 10, 1.0), 1.0)
+    a = ledger.by_name["a"]
+    ledger.pages("a", first["pool"] - a.pages_per_block, 0, 0)
+    again = divided_anew(ledger, 60_000)
+    assert again is not None
+    assert again["pool"] > first["pool"]
+    assert again["pool"] * 100 + again["q"] * 10 <= 60_000
