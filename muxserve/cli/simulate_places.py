@@ -232,8 +232,7 @@ def places_of(
         check_replicas(fleet, plan or "", given.units)
     else:
         cluster = cluster_of(fleet, gpus, gpu_type, nodes)
-    awake = fleet.model_copy(update={"memory": None})
-    demands = demands_of(awake, file.parent, gpus=memory_of(cluster).items() if cluster else ())
+    demands = demands_of(fleet.all_awake(), file.parent, gpus=memory_of(cluster).items() if cluster else ())
     check_lengths(fleet, demands)
     places = Places(
         _words(fleet, cluster),

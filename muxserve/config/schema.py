@@ -730,6 +730,18 @@ class Fleet(Section):
         """The same fleet with an engine for each phase of every model, whatever it says."""
         return self.with_models([model.with_engines("split") for model in self.models])
 
+    def all_awake(self) -> Fleet:
+        """The same fleet without `memory:`, which would decide which of its models are awake."""
+        return self.model_copy(update={"memory": None})
+
+    def with_policy(self, policy: str) -> Fleet:
+        """The same fleet, whose models share the machine in that way, which may be one that only plans have."""
+        return self.model_copy(update={"policy": policy})
+
+    def with_pool_size(self, size: int) -> Fleet:
+        """The same fleet with pools of `size` bytes."""
+        return self.model_copy(update={"kv_pool": self.kv_pool.model_copy(update={"size": size})})
+
     def model(self, name: str) -> Model:
         """The model of that name.
 

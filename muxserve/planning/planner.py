@@ -173,8 +173,7 @@ class Planner:
         """
         gpus = memory_of(cluster).items() if cluster is not None else ()
         # Plans are of models that are all awake; where memory decides, `as_deployed` sizes steps anew.
-        awake = self.fleet.model_copy(update={"memory": None})
-        demands = demands_of(awake, self.file.parent, gpus=gpus)
+        demands = demands_of(self.fleet.all_awake(), self.file.parent, gpus=gpus)
         check_lengths(self.fleet, demands)
         return demands
 

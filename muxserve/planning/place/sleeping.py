@@ -205,7 +205,7 @@ def _placed(fleet: Fleet, demands: Sequence[Demand]) -> tuple[tuple[PlacedModel,
     if len(one_engine) == len(demands) == 1:
         return (PlacedModel(one_engine[0], demands[0].rate, ALL_SMS.prefill, ALL_SMS.decode, "one"),), "free"
     policy = resident_policy(fleet, one_engine)
-    shares = unplanned_shares(fleet.model_copy(update={"policy": policy}), one_engine)
+    shares = unplanned_shares(fleet.with_policy(policy), one_engine)
     placed = tuple(
         PlacedModel(each.name, each.rate, shares[each.name].prefill, shares[each.name].decode, each.shape or "split")
         for each in demands

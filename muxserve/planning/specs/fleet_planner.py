@@ -254,8 +254,7 @@ class FleetPlanner:
             serves = tuple(model.name for model in models if model.replicas.at_start)
             one_engine = [each.name for each in demands if each.shape == "one" and each.name in unit.models]
             part = on_gpus(fleet.with_models(models), gpus[first : first + unit.gpus])
-            policy = {"policy": resident_policy(part, one_engine)}
-            parts.append(UnitModels(part.model_copy(update=policy), serves))
+            parts.append(UnitModels(part.with_policy(resident_policy(part, one_engine)), serves))
             first += unit.gpus
         if first < len(gpus):
             unused = f"{len(gpus) - first} of {len(gpus)} GPUs" if first else "all GPUs"

@@ -82,8 +82,7 @@ class Joining:
             mates = [each for each in here.values() if each.pool == pool.name and not each.private]
             models = [like(self.fleet.model(each.name), each) for each in mates] + [self.fleet.model(self.model)]
             models = [each.model_copy(update={"threads": spare}) if each.threads == AUTO else each for each in models]
-            size = self.fleet.kv_pool.model_copy(update={"size": pool.num_pages * pool.page_bytes})
-            fleet = self.fleet.with_models(models).model_copy(update={"kv_pool": size})
+            fleet = self.fleet.with_models(models).with_pool_size(pool.num_pages * pool.page_bytes)
             elsewhere = msgspec.structs.replace(
                 self.unit,
                 models=[each for each in here.values() if each not in mates],
@@ -120,7 +119,7 @@ class Joining:
         models = [like(self.fleet.model(each.name), each) for each in here.values()] + [self.fleet.model(name)]
         try:
             fleet = on_gpus(self.fleet.with_models(models), plan.unit.gpus)
-            wished = gpu_unit(fleet.model_copy(update={"policy": self.unit.policy}), found, self.hub)
+            wished = gpu_unit(fleet.with_policy(self.unit.policy), found, self.hub)
         except FleetError as error:
             raise self._no_room("; ".join(problem.message for problem in error.problems)) from None
         # One that sleeps may be among either.

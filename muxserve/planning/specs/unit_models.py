@@ -85,10 +85,10 @@ def as_placed(fleet: Fleet, unit: PlacedUnit, cores: int) -> Fleet:
         models.append(fleet.model(each.model).model_copy(update=update))
     part = fleet.with_models(models)
     if unit.policy and not unit.rolls:
-        part = part.model_copy(update={"policy": unit.policy})
+        part = part.with_policy(unit.policy)
     if unit.device != CPU:
         return part
-    return part.model_copy(update={"kv_pool": fleet.kv_pool.model_copy(update={"size": unit.kv_bytes})})
+    return part.with_pool_size(unit.kv_bytes)
 
 
 def as_deployed(fleet: Fleet, unit: PlacedUnit) -> PlacedUnit:
