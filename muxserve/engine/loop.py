@@ -530,8 +530,6 @@ def run_engine(
     use_grammars(core)
     if config.speculative_config is not None and phase == "prefill":
         core.model_executor.collective_rpc("propose_nothing")
-    if config.scheduler_config.async_scheduling and config.device_config.device_type == "cpu":
-        core.model_executor.collective_rpc("schedule_ahead")
     if not awaited:
         warm_up(core, phase)
     loop = EngineLoop(unit_spec, binding, core, orders, on_up)

@@ -53,13 +53,10 @@ def run_model_parent(unit_spec: UnitSpec, model: str, commands: socket.socket, c
             config.model_config.seed = own["seed"]
             config.scheduler_config.policy = own["scheduling_policy"]
             config.scheduler_config.scheduler_cls = own["scheduler_cls"]
-            config.scheduler_config.async_scheduling = own["async_scheduling"]
             if now.simulated is not None and now.stages > 1:
                 # Real ones are processes, of which another executor has the clocks.
                 executor.clocks = StageClocks(now.stages)
                 executor.driver_worker.worker.clocks = executor.clocks
-            if own["async_scheduling"]:
-                executor.begin_thread(lambda: set_threads(now.model(model).threads))
 
             def up() -> None:
                 control.event("up", kind="engine", model=model, phase=phase, pid=os.getpid())
@@ -104,9 +101,9 @@ def _load(unit_spec: UnitSpec, model: str, control: Control) -> tuple[Any, Any, 
     which vLLM's worker puts out of use."""
     import torch
     from tqdm import tqdm  # type: ignore[import-untyped]
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     from muxserve.engine.cpu import weight_files
-    from muxserve.engine.cpu.ahead import ThreadedExecutor
     from muxserve.engine.support import refuse_unsupported
     from muxserve.vllm.args import config_of, engine_args
     from muxserve.vllm.file_identity import salt_block_hashes
@@ -125,7 +122,7 @@ def _load(unit_spec: UnitSpec, model: str, control: Control) -> tuple[Any, Any, 
     set_threads(1)
     config = config_of(engine_args(unit_spec, model, engines[0]))
     with temporary_files_in(unit_spec.run_dir):
-        executor = ThreadedExecutor(config)
+        executor = UniProcExecutor(config)
     if unit_spec.simulated is None:
         _end_groups()
     refuse_unsupported(executor, unit_spec.model(model), unit_spec.stages)

@@ -242,9 +242,9 @@ def _speculation(model: ModelSpec) -> dict[str, Any]:
 
 def _ahead(unit_spec: UnitSpec, model: ModelSpec, phase: EnginePhase) -> bool:
     """Whether the engine schedules a step before the last one's tokens are back. A prefill engine waits for a request's
-    first token, with which it hands the request over; one that answers with vectors has no next token, and a simulated
-    one nothing to hide. With several ranks, states and images it was not tried."""
-    asked = bool(model.engine_args.get("async_scheduling", False))
+    first token, with which it hands the request over; one that answers with vectors has no next token. On a CPU there
+    is nobody beside whom to schedule. With several ranks, states and images it was not tried."""
+    asked = bool(model.engine_args.get("async_scheduling", False)) and unit_spec.device == "cuda"
     able = unit_spec.ranks == 1 and unit_spec.simulated is None and not model.pooling
     tried = model.private or (not model.state_blocks and not model.sees_images)
     return asked and able and tried and phase != "prefill"
@@ -306,8 +306,6 @@ def config_of(options: dict[str, Any]) -> VllmConfig:
         config.cache_config.block_size = options["block_size"]
         config.cache_config.enable_prefix_caching = options["enable_prefix_caching"]
         config.scheduler_config.max_num_batched_tokens = options["max_num_batched_tokens"]
-    # vLLM's platform for CPUs has switched it off.
-    config.scheduler_config.async_scheduling = options["async_scheduling"]
     config.additional_config = EnginePlace(options["additional_config"])
     return config
 

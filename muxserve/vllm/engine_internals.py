@@ -34,13 +34,6 @@ INTERNALS: list[Internal] = [
     ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler._update_after_schedule", ("scheduler_output",)),
     ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler._update_request_with_output", ("request", "new_token_ids")),
     ("vllm.config.scheduler", "SchedulerConfig", ("async_scheduling", "scheduler_cls")),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._get_or_create_async_output_copy_stream", ()),
-    (
-        "vllm.v1.worker.gpu_model_runner",
-        "AsyncGPUModelRunnerOutput",
-        ("model_runner_output", "sampled_token_ids", "logprobs_tensors", "invalid_req_indices"),
-    ),
-    ("vllm.v1.worker.gpu_input_batch", "InputBatch.set_async_sampled_token_ids", ("sampled_token_ids_cpu",)),
     ("vllm.v1.core.sched.interface", "PauseState.PAUSED_NEW", ()),
     ("vllm.v1.core.sched.request_queue", "create_request_queue", ("policy",)),
     ("vllm.v1.core.sched.request_queue", "SchedulingPolicy.FCFS", ()),

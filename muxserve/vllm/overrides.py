@@ -26,9 +26,6 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
         "touch",
     ),
     "muxserve.engine.cpu.adapters.MaskedPunica": ("add_lora_embedding", "add_lora_linear", "add_lora_logits"),
-    "muxserve.engine.cpu.ahead.AheadOnHost": ("_get_or_create_async_output_copy_stream", "use_async_scheduling"),
-    "muxserve.engine.cpu.ahead.HostOutput": ("get_output",),
-    "muxserve.engine.cpu.ahead.ThreadedExecutor": ("collective_rpc",),
     "muxserve.engine.cpu.attention.PooledCPUBackend": (
         "forward_includes_kv_cache_update",
         "get_builder_cls",

@@ -269,6 +269,13 @@ def test_an_fp8_cache_is_refused_on_a_cpu_that_cannot_compute_it() -> None:
         model_of(CONFIGS / "arithmetic", replace(MACHINE, avx512=False), FP8_CACHE)
 
 
+def test_a_step_ahead_is_refused_on_a_cpu() -> None:
+    words = r"models\[0\].engine_args: async_scheduling: on a CPU it costs about what it hides.*; leave it out"
+    with pytest.raises(FleetError, match=words):
+        model_of(CONFIGS / "arithmetic", options=", engine_args: {async_scheduling: true}")
+    model_of(CONFIGS / "arithmetic", options=", engine_args: {async_scheduling: false}")
+
+
 SPECULATION = ", engine_args: {speculative_config: {method: ngram, num_speculative_tokens: 2}}"
 ONE, STAGES = ", engines: one", ", engines: one, stages: 2"
 ROLLING = ", dispatch: rolling, slo: {ttft_ms: 100, tpot_ms: 10}"

@@ -128,13 +128,12 @@ def test_what_the_pool_cannot_hold_is_served_and_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-async def test_a_draft_model_and_steps_ahead(tmp_path: Path, reference: dict[str, Any]) -> None:
-    """One model takes another one's proposals, the other schedules a step before the last one's tokens are back; an
-    engine of each dies."""
+async def test_a_draft_model(tmp_path: Path, reference: dict[str, Any]) -> None:
+    """One model takes another one's proposals, beside one that does not; an engine of each dies."""
     proposing = {"method": "draft_model", "model": str(ROOT / "configs/models" / OWN), "num_speculative_tokens": 2}
     changes: dict[str, dict[str, Any]] = {
         OWN: {"kv": "private", "engine_args": {"speculative_config": proposing}},
-        POOLED: {"kv": "private", "engine_args": {"async_scheduling": True}},
+        POOLED: {"kv": "private"},
     }
     path = fleet_file(tmp_path, changes_of=changes, without=["atlas"])
     # What a seed draws depends on what was proposed.

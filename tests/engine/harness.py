@@ -522,6 +522,18 @@ class Engines:
         self._context.destroy(linger=0)
 
 
+def parent_of(module: str) -> Parent:
+    """A warm parent that `module` is, run as a program."""
+
+    def start(unit: str, file: Path, log: Path, control: socket.socket) -> psutil.Process:
+        command = [sys.executable, "-m", module, "--unit-spec", str(file), "--control-fd", str(control.fileno())]
+        with open(log, "wb") as output:
+            process = subprocess.Popen(command, cwd=ROOT, pass_fds=[control.fileno()], stdout=output, stderr=output)
+        return psutil.Process(process.pid)
+
+    return start
+
+
 @contextmanager
 def engines(
     models: list[ModelSpec], pages: int = 8000, ranks: int = 1, stages: int = 1, parent_of: Parent | None = None

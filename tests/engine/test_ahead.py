@@ -1,4 +1,5 @@
-"""A decode engine that schedules asynchronously, a real process on CPU: the next step before the last one's tokens."""
+"""A decode engine that schedules asynchronously, as on GPUs: the next step before the last one's tokens. It is a real
+process with kernels of the CPU, and what stands in for streams of CUDA (`ahead_family`)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from muxserve.memory import server
 from muxserve.wire import Detach, Detached, StepFailed
 from tests.engine.cases import CASES
 from tests.engine.checks import adopted, bodies, check, nothing_owned, reports, same_as_stock
-from tests.engine.harness import MODELS, Engines, deployed_model, engines
+from tests.engine.harness import MODELS, Engines, deployed_model, engines, parent_of, private_model
 from tests.support import poison
 
 MODEL = "arithmetic"
@@ -23,8 +24,18 @@ PREFILL, DECODE = f"{MODEL}/prefill", f"{MODEL}/decode"
 @pytest.fixture(scope="module")
 def family() -> Iterator[Engines]:
     own = {"async_scheduling": True, "logits_processors": [poison.NAME]}
-    with engines([deployed_model(MODEL, MODELS[MODEL], max_num_batched_tokens=128, engine_args=own)]) as running:
+    model = deployed_model(MODEL, MODELS[MODEL], max_num_batched_tokens=128, engine_args=own)
+    with engines([model], parent_of=parent_of("tests.engine.ahead_family")) as running:
         yield running
+
+
+@pytest.mark.thorough
+def test_tokens_of_a_model_with_a_cache_of_its_own(answers: dict[str, Any]) -> None:
+    asked = ["greedy", "chunked", "stop-token", "logprobs"]
+    model = private_model("own", MODELS[MODEL], engine_args={"async_scheduling": True})
+    with engines([model], parent_of=parent_of("tests.engine.ahead_family")) as family:
+        family.serve_both("own", bodies(family, answers, "own", asked), mixed=True)
+        check(family, answers, "own", asked)
 
 
 def equal(family: Engines, tag: str, answers: dict[str, Any], count: int, tokens: int) -> dict[str, bytes]:

@@ -33,9 +33,9 @@ LONGER = [case for case in CASES if case not in ("one-token", "prompt-logprobs")
 ALSO_AHEAD = pytest.mark.parametrize("family", [False, True], indirect=True, ids=["in turn", "ahead"], scope="module")
 
 
-@pytest.fixture(scope="module", params=[False], ids=["in turn"])
-def family(request: pytest.FixtureRequest) -> Iterator[Engines]:
-    own = {"logits_processors": [poison.NAME], "async_scheduling": request.param}
+@pytest.fixture(scope="module")
+def family() -> Iterator[Engines]:
+    own = {"logits_processors": [poison.NAME]}
     # Chunks of 128 tokens, so that the long prompts take several steps.
     changes: dict[str, Any] = {"max_num_batched_tokens": 128, "engine_args": own}
     with engines([deployed_model(MODEL, MODELS[MODEL], shape="one", rolling=True, **changes)]) as running:

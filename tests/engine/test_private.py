@@ -25,7 +25,7 @@ POOLED = "arithmetic"
 OWN = "own"
 ENGINE = f"{OWN}/both"
 # The same with a draft model, and with the next step scheduled before the last one's tokens are back.
-DRAFTED, AHEAD = "drafted", "ahead"
+DRAFTED = "drafted"
 # Room for some sequences of it only.
 FEW = 14 << 20
 # Stock vLLM on CPU has other tokens for LFM2, too, when several prompts are in a step. Zamba 2 was tried so only.
@@ -46,7 +46,6 @@ def family() -> Iterator[Engines]:
         models += [
             private_model(WHOLE, tiny_private(WHOLE), max_num_batched_tokens=128),
             private_model(DRAFTED, MODELS[POOLED], engine_args={"speculative_config": proposing}),
-            private_model(AHEAD, MODELS[POOLED], engine_args={"async_scheduling": True}),
         ]
     with engines(models) as running:
         yield running
@@ -84,11 +83,10 @@ def test_text_of_a_multi_modal_checkpoint(family: Engines, stock_private: dict[s
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", [DRAFTED, AHEAD])
-def test_tokens_with_a_draft_model_and_with_a_step_ahead(family: Engines, answers: dict[str, Any], kind: str) -> None:
+def test_tokens_with_a_draft_model(family: Engines, answers: dict[str, Any]) -> None:
     asked = ["greedy", "chunked", "stop-token", "logprobs"]
-    family.serve_both(kind, bodies(family, answers, kind, asked), mixed=True)
-    check(family, answers, kind, asked)
+    family.serve_both(DRAFTED, bodies(family, answers, DRAFTED, asked), mixed=True)
+    check(family, answers, DRAFTED, asked)
 
 
 def test_it_preempts_by_itself_beside_a_model_on_the_pool(family: Engines, answers: dict[str, Any]) -> None:

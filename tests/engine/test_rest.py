@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from muxserve.memory import server
 from muxserve.wire import HeldRequests, ShowRequests, StepReport
 from tests.engine.checks import nothing_owned, workers
 from tests.engine.conftest import SPLIT
-from tests.engine.harness import Engines, deployed_model, engines
+from tests.engine.harness import Engines, deployed_model, engines, parent_of
 from tests.support.patience import until_ended
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,15 +26,6 @@ PROMPTS = [[5, 17, 42, 8], [99], list(range(3, 203))]
 TOKENS = 12
 
 
-def parent_of(unit: str, file: Path, log: Path, control: socket.socket) -> psutil.Process:
-    command = [sys.executable, "-m", "tests.engine.resting_family", "--unit-spec", str(file), "--control-fd"]
-    with open(log, "wb") as output:
-        process = subprocess.Popen(
-            [*command, str(control.fileno())], cwd=ROOT, pass_fds=[control.fileno()], stdout=output, stderr=output
-        )
-    return psutil.Process(process.pid)
-
-
 @pytest.fixture(
     scope="module",
     params=[1, pytest.param(2, marks=pytest.mark.thorough)],
@@ -46,7 +33,7 @@ def parent_of(unit: str, file: Path, log: Path, control: socket.socket) -> psuti
 )
 def family(request: pytest.FixtureRequest) -> Iterator[Engines]:
     model = deployed_model(MODEL, ROOT / "configs/models" / MODEL, ranks=request.param, max_num_batched_tokens=128)
-    with engines([model], ranks=request.param, parent_of=parent_of) as running:
+    with engines([model], ranks=request.param, parent_of=parent_of("tests.engine.resting_family")) as running:
         yield running
 
 

@@ -15,11 +15,11 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from muxserve.engine.cpu.ahead import AheadOnHost
 from muxserve.engine.cuda import states
 from muxserve.engine.cuda.attention import PooledFlashBackend
 from muxserve.engine.cuda.latent import PooledLatentBackend, PooledLatentImpl
 from muxserve.engine.cuda.runner import PooledGPUModelRunner
+from tests.engine.ahead_on_host import AheadOnHost
 from tests.engine_cuda import paged_reference
 
 fa_utils.flash_attn_varlen_func = paged_reference.flash_attn_varlen_func

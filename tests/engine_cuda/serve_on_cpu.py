@@ -158,12 +158,13 @@ def serving(
     from vllm.v1.engine.core import EngineCore
 
     from muxserve.engine.binding import Binding, bind
-    from muxserve.engine.cpu.ahead import ThreadedExecutor
     from muxserve.memory import server
     from muxserve.memory.client import MemoryClient
     from muxserve.spec import PoolSpec, UnitSpec, save
-    from muxserve.vllm.args import config_of, engine_args
+    from muxserve.vllm import args
+    from tests.engine import ahead_on_host
 
+    ahead_on_host.allow()
     with tempfile.TemporaryDirectory(prefix="mux", dir="/tmp") as run_dir:
         item = 4 if model.dtype == "float32" else 2
         pools = [PoolSpec("main", 2 * model.block_tokens * model.head_dim * item, 2500)]
@@ -174,12 +175,12 @@ def serving(
             client = MemoryClient(unit_spec.memory_socket, "m/test")
             place = Binding(model, phase, client, client.map("m"))
             bind(place)
-            options = engine_args(unit_spec, "m", phase) | (map_held_weights(held_at) if held_at else {})
-            config = config_of({**options, "worker_cls": WORKER})
+            options = args.engine_args(unit_spec, "m", phase) | (map_held_weights(held_at) if held_at else {})
+            config = args.config_of({**options, "worker_cls": WORKER})
             # Which vLLM's platform for CPUs switches off for latent attention.
             config.scheduler_config.enable_chunked_prefill = True
             config.cache_config.enable_prefix_caching = model.prefix_caching
-            core = EngineCore(config, ThreadedExecutor, log_stats=False)
+            core = EngineCore(config, ahead_on_host.ThreadedExecutor, log_stats=False)
             if ahead:
                 core.model_executor.begin_thread(lambda: None)
                 core.model_executor.collective_rpc("schedule_ahead")

@@ -19,7 +19,6 @@ from vllm.v1.worker.utils import bind_kv_cache
 
 from muxserve.engine.binding import bind_worker, current, place_of
 from muxserve.engine.cpu import adapters, attention, latent, ngrams, weight_files, weight_packing
-from muxserve.engine.cpu.ahead import AheadOnHost
 from muxserve.engine.cpu.resuming import ResumingOnHost
 from muxserve.engine.cpu.states import MappedStates
 from muxserve.engine.runner import PooledRunner
@@ -31,7 +30,7 @@ weight_files.register()
 weight_packing.register()
 
 
-class PooledCPUModelRunner(ResumingOnHost, PooledRunner, AheadOnHost, CPUModelRunner):
+class PooledCPUModelRunner(ResumingOnHost, PooledRunner, CPUModelRunner):
     """Binds every layer to the whole pool, and those that keep a state to the slots of states on it."""
 
     states: MappedStates | None = None
@@ -148,10 +147,6 @@ class HostWorker(cpu_worker.CPUWorker):
         super().init_device()
         if ranks > 1:
             _unlink_shared_memory()
-
-    def schedule_ahead(self) -> None:
-        """See `AheadOnHost.schedule_ahead`."""
-        self.model_runner.schedule_ahead()
 
     def forget_step(self) -> None:
         """See `ResumingRunner.forget_step`."""

@@ -8,7 +8,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from muxserve.engine.cpu import ngrams, weight_packing
-from muxserve.engine.cpu.ahead import AheadOnHost
 from muxserve.engine.cpu.resuming import ResumingOnHost
 from muxserve.engine.cpu.worker import HostWorker
 
@@ -18,7 +17,7 @@ _ATTENTION = {
 }
 
 
-class PrivateCPUModelRunner(ResumingOnHost, AheadOnHost, CPUModelRunner):
+class PrivateCPUModelRunner(ResumingOnHost, CPUModelRunner):
     """vLLM's runner, whose requests may begin with output tokens."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:

@@ -99,6 +99,12 @@ def unservable(
     if on_gpus and dtype == "float32":
         message = "FlashAttention has no float32; use bfloat16 or float16 on a GPU, or leave dtype out"
         problems.append(fleet.model_problem(model.name, "dtype", message))
+    if not on_gpus and model.engine_args.get("async_scheduling"):
+        message = (
+            "async_scheduling: on a CPU it costs about what it hides, since the thread that schedules takes the cores "
+            "that compute; leave it out"
+        )
+        problems.append(fleet.model_problem(model.name, "engine_args", message))
     if not on_gpus and (words := uncomputable(architecture.quantisation, dtype)):
         problems.append(fleet.model_problem(model.name, "dtype", words))
     if not on_gpus and (words := beyond_cores(architecture.quantisation, machine.avx512, machine.amx)):

@@ -1,4 +1,5 @@
-"""What asynchronous scheduling needs on CPU: a thread that computes, and a step's result without streams of CUDA.
+"""What asynchronous scheduling needs on CPU, where no fleet has it: a thread that computes, and a step's result without
+streams of CUDA. So what schedules for engines on GPUs is tried with real kernels.
 
 A GPU computes what was launched while the host goes on. On CPU vLLM's executor of one process computes in the thread
 that asks for it, so that nothing could be scheduled meanwhile; here the worker gets a thread of its own.
@@ -16,7 +17,8 @@ from vllm.config import VllmConfig
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsTensors, ModelRunnerOutput
 
-from muxserve.engine.stage_clock import StageClocks
+from muxserve.spec import EnginePhase, ModelSpec, UnitSpec
+from muxserve.vllm import args
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Base
@@ -27,8 +29,6 @@ else:
 class ThreadedExecutor(UniProcExecutor):
     """vLLM's executor of one process, whose worker can be given a thread. Calls keep their order."""
 
-    # Clocks of the stages of an engine that computes nothing.
-    clocks: StageClocks | None = None
     _thread: ThreadPoolExecutor | None = None
 
     def begin_thread(self, initialize: Callable[[], None]) -> None:
@@ -110,3 +110,20 @@ class AheadOnHost(Base):
 
     def _get_or_create_async_output_copy_stream(self) -> Any:
         return None  # there is nothing to copy
+
+
+def allow() -> None:
+    """Have engines on a CPU schedule asynchronously if their model asks for it."""
+
+    def ahead(unit_spec: UnitSpec, model: ModelSpec, phase: EnginePhase) -> bool:
+        return bool(model.engine_args.get("async_scheduling")) and phase != "prefill"
+
+    config_of = args.config_of
+
+    def config_as_asked(options: dict[str, Any]) -> VllmConfig:
+        config = config_of(options)
+        # vLLM's platform for CPUs has switched it off.
+        config.scheduler_config.async_scheduling = options["async_scheduling"]
+        return config
+
+    vars(args).update(_ahead=ahead, config_of=config_as_asked)
