@@ -85,6 +85,7 @@ _BOUNDS = (
     ((*_INTERMEDIATE, "moe_intermediate_size", *_SHARED_WIDTH), 0, 1 << 24),
     ((*_EXPERTS, *_ACTIVE_EXPERTS), 0, 1 << 16),
 )
+ENCODER_NOTE = "its encoder of images or sound is not counted"
 # For the others that are read here.
 _MOST_COUNT = 1 << 31
 _MOST_ROPE_FACTOR = 1 << 20
@@ -150,8 +151,8 @@ class ModelArchitecture:
     state. In a mixture of experts `dense_layers` have an MLP of width `dense_intermediate` instead. Experts that
     compute in a space of their own have `expert_hidden` inputs (0: `hidden`). `estimated` says in words what of it does
     not follow from config.json (empty: nothing). One that is `multi_modal` is served from the whole checkpoint, and for
-    text. An `encoder_decoder` is read for plans. `config` is the config.json that it was read from, where
-    that is at hand: kernel tables know models by it.
+    text, unless it `sees_images`. An `encoder_decoder` is read for plans. `config` is the config.json that it was read
+    from, where that is at hand: kernel tables know models by it.
     """
 
     name: str
@@ -346,9 +347,8 @@ def read_architecture(config: Mapping[str, object], pooling: bool = False) -> Mo
     if inside is not None:
         found = read_architecture(inside, pooling)
         reason = found.private or "it is multi-modal, and not of a kind whose text, or images, are served from the pool"
-        note = "its encoder of images or sound is not counted"
         inner = replace(found.own or OwnCache(""), reason=reason)
-        return replace(found, own=inner, estimated=found.estimated or note, multi_modal=True)
+        return replace(found, own=inner, estimated=found.estimated or ENCODER_NOTE, multi_modal=True)
     name = _name(config)
     config = _decoder(config)
     refusal = _impossible(config) or _unservable(config, name)

@@ -1,7 +1,8 @@
 """The language model inside a multi-modal checkpoint: its configuration and its weights.
 
-Some are served as text only (`LANGUAGE_MODELS`): what computes images is neither loaded nor counted. Others see
-images (`SEEING`): all of them is loaded, and requests hold their pages for the language model's tokens.
+On the shared pool some are served as text only (`LANGUAGE_MODELS`): what computes images is neither loaded nor
+counted. Others see images there (`SEEING`): all of them is loaded, and requests hold their pages for the language
+model's tokens. With a cache of its own any of them may be served whole.
 """
 
 from __future__ import annotations
@@ -133,11 +134,16 @@ def seeing(config: Mapping[str, object]) -> dict[str, object] | None:
     return {**_inner(config, known), **tied, **named}
 
 
+def has_encoder(config: Mapping[str, object]) -> bool:
+    """Whether a checkpoint with the configuration `config` has more than a language model."""
+    return any(isinstance(config.get(key), Mapping) for key in _ENCODERS)
+
+
 def text_inside(config: Mapping[str, object]) -> dict[str, object] | None:
     """The configuration of the language model of any other multi-modal checkpoint, by the name of the whole; None if
     `config` is of none, or of an encoder-decoder."""
     inner = next((each for key in _TEXTS if isinstance(each := config.get(key), Mapping) and each), None)
-    if inner is None and any(isinstance(config.get(key), Mapping) for key in _ENCODERS):
+    if inner is None and has_encoder(config):
         # Older ones have the fields of both beside each other.
         inner = {key: value for key, value in config.items() if key not in _ENCODERS}
     if inner is None or config.get("is_encoder_decoder"):

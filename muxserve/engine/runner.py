@@ -60,7 +60,10 @@ class ResumingRunner(Base):
 
     def _update_streaming_request(self, req_id: str, new_req_data: NewRequestData) -> CachedRequestState:
         if getattr(new_req_data, RESUMED_OUTPUT, None):
-            return self.requests[req_id]
+            state = self.requests[req_id]
+            if self.uses_mrope:  # where images have positions of their own
+                self._init_mrope_positions(state)
+            return state
         return super()._update_streaming_request(req_id, new_req_data)
 
     def _generator_after(self, params: SamplingParams, tokens: int) -> torch.Generator:

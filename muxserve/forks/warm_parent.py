@@ -108,7 +108,7 @@ def register(models: Iterable[ModelSpec], device: str) -> None:
 
         # Importing the class would initialise CUDA, and this process forks.
         import_kernels()
-    seam.register_architectures(model.path for model in models)
+    seam.register_architectures({model.path: model.text_only for model in models})
 
 
 class WarmParent:

@@ -114,7 +114,7 @@ def frontend_args(model: ModelSpec) -> dict[str, Any]:
         "enforce_eager": True,
         "seed": 0,
         **({"runner": "pooling"} if model.pooling else {}),
-        **(_image_args() if model.sees_images else {}),
+        **(image_args() if model.sees_images else {}),
         **{name: value for name, value in model.engine_args.items() if name != "speculative_config"},
         **(_text_only_args(model) if model.text_only else {}),
         **({"hf_overrides": OneGroup(_overrides(model))} if model.latent and not model.text_only else {}),
@@ -151,7 +151,8 @@ def _caches_prefixes(model: ModelSpec) -> bool | None:
     return model.prefix_caching and not model.state_blocks
 
 
-def _image_args() -> dict[str, Any]:
+def image_args() -> dict[str, Any]:
+    """Of a model whose requests may bring images."""
     return {
         "limit_mm_per_prompt": {"image": IMAGES_PER_PROMPT, "video": 0, "audio": 0},
         # Without a cache or prefix caching vLLM would not take hashes, but numbers that several gateways give out.

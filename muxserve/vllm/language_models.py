@@ -74,6 +74,21 @@ def register(model_type: object) -> bool:
     return True
 
 
+def register_classes(config: Mapping[str, Any]) -> None:
+    """Let vLLM look in this process at the classes that a config.json names; by itself it starts another one.
+
+    Raises:
+        Exception: whatever their modules do when they are imported.
+    """
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.registry import _LazyRegisteredModel, _RegisteredModel
+
+    for architecture in config["architectures"]:
+        known = ModelRegistry.models.get(architecture)
+        if isinstance(known, _LazyRegisteredModel):
+            ModelRegistry.models[architecture] = _RegisteredModel.from_model_cls(known.load_model_cls())
+
+
 def make_importable() -> None:
     """From here on vLLM's modules of Qwen's models can be imported without torchvision.
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import psutil
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.v1.serial_utils import MsgpackDecoder
 
 from muxserve.wire import Admit, HandOver, StepReport
 from tests.engine.cases import CASES, GROWN, sampling
@@ -26,6 +29,11 @@ def bodies(
         )
         for case in cases or CASES
     }
+
+
+def features(answer: Mapping[str, Any]) -> Any:
+    """The images of a request, as stock vLLM's front end has made them."""
+    return MsgpackDecoder(list[MultiModalFeatureSpec]).decode(base64.b64decode(answer["features"])) or None
 
 
 def check(family: Engines, stock: dict[str, Any], tag: str, cases: Iterable[str] | None = None) -> None:

@@ -16,6 +16,7 @@ from tests.engine.harness import (
     QUANTISED,
     ROUNDED,
     SEEING,
+    SEEING_PRIVATE,
     TINY,
     on_this_processor,
 )
@@ -36,6 +37,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     begin(session, "stock_split", HERE, "tests.engine.stock", "--split-tiny", *sorted(ROUNDED), keep=True)
     begin(session, "stock_families", HERE, "tests.engine.stock", "--tiny", *on_this_processor(), keep=True)
     begin(session, "stock_seeing", HERE, "tests.engine.stock", "--seeing", *SEEING)
+    begin(session, "stock_seeing_private", HERE, "tests.engine.stock", "--seeing-private", *SEEING_PRIVATE)
     begin(session, "stock_private", HERE, "tests.engine.stock", "--private", *PRIVATE_KINDS, keep=True)
     quantised = [str(path) for name, path in QUANTISED.items() if AVX512 or name != INT4]
     cached = ["--fp8", str(MODELS[SPLIT])] if AVX512 else []
@@ -72,6 +74,13 @@ def stock_seeing(pytestconfig: pytest.Config) -> dict[str, Any]:
     """Stock vLLM's answers to prompts with images, by kind of tiny model and case."""
     directory = output(pytestconfig, "stock_seeing")
     return {kind: read(directory, make().name) for kind, make in SEEING.items()}
+
+
+@pytest.fixture(scope="session")
+def stock_seeing_private(pytestconfig: pytest.Config) -> dict[str, Any]:
+    """The same of those that have a cache of their own."""
+    directory = output(pytestconfig, "stock_seeing_private")
+    return {kind: read(directory, make().name) for kind, make in SEEING_PRIVATE.items()}
 
 
 @pytest.fixture(scope="session")

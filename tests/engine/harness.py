@@ -52,6 +52,7 @@ from tests.support.patience import PATIENCE
 from tests.support.thoroughness import cases
 from tests.support.tiny_checkpoint import LANGUAGE_MODEL_OF, tiny_checkpoint
 from tests.support.tiny_private import PRIVATE
+from tests.support.tiny_seeing import tiny_seeing
 from tests.support.unit_specs import model_spec, unit_spec_of
 
 M = TypeVar("M", bound=Message)
@@ -93,6 +94,10 @@ MULTI_MODAL: dict[str, Callable[[], Path]] = {
 }
 # Those that see images.
 SEEING: dict[str, Callable[[], Path]] = {"idefics3": partial(tiny_checkpoint, "idefics3")}
+# Those that see them with a cache of their own only.
+SEEING_PRIVATE: dict[str, Callable[[], Path]] = {
+    kind: partial(tiny_seeing, kind) for kind in cases(["aria", "blip2"], ["aria"])
+}
 # Those whose cache the pool cannot hold.
 PRIVATE_KINDS = cases(PRIVATE, ["llama4"])
 # Those of `TINY` that keep one vector of each token instead of K and V by head.

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.engine.cases import CASES, GROWN, NOISE, SEEN, questions, sampling
+from tests.engine.cases import CASES, GROWN, NOISE, SEEN, SEEN_FIRST, questions, sampling
 from tests.support.kept import note
 
 SETTINGS = {
@@ -92,18 +92,19 @@ def answers(
     return found
 
 
-def seen(path: Path, out: Path, cases: Mapping[str, Any] = SEEN) -> dict[str, Any]:
+def seen(path: Path, out: Path, cases: Mapping[str, Any] = SEEN, private: bool = False) -> dict[str, Any]:
     """Answers to prompts with images; and the requests as vLLM's front end makes them, whose images are in files in
-    `out`."""
+    `out`, by model."""
     from vllm import LLM, SamplingParams
     from vllm.v1.serial_utils import MsgpackEncoder
 
     from muxserve.vllm.args import frontend_args
     from muxserve.vllm.image_files import without_pixels, write
-    from tests.engine.harness import deployed_model
+    from tests.engine.harness import deployed_model, private_model
     from tests.support.tiny_checkpoint import picture
 
-    args = frontend_args(deployed_model(path.name, path, max_num_batched_tokens=1024))
+    deployed = partial(private_model, sees_images=True) if private else deployed_model
+    args = frontend_args(deployed(path.name, path, max_num_batched_tokens=1024))
     del args["served_model_name"]
     llm = LLM(**{**args, "mm_processor_cache_gb": 0}, kv_cache_memory_bytes=64 << 20)
     core, requests = llm.llm_engine.engine_core, []
@@ -116,7 +117,7 @@ def seen(path: Path, out: Path, cases: Mapping[str, Any] = SEEN) -> dict[str, An
             asked["multi_modal_data"] = {"image": [picture(*size) for size in sizes]}
         (result,) = llm.generate([asked], SamplingParams(**sampling(params)), use_tqdm=False)
         features = requests.pop().mm_features or []
-        files = [out / f"{case}-{index}.image" for index in range(len(features))]
+        files = [out / f"{path.name}-{case}-{index}.image" for index in range(len(features))]
         for file, feature in zip(files, features, strict=True):
             write(file, feature.data)
         (encoded,) = MsgpackEncoder(size_threshold=1 << 30).encode(without_pixels(features, files))
@@ -153,7 +154,7 @@ def write_each(answer: Callable[[Path], Any], out: Path, models: list[Path], suf
     from muxserve.gateway.front_end import seam
 
     # Else vLLM imports itself anew for each architecture, the first time on a machine.
-    seam.register_architectures(map(str, models))
+    seam.register_architectures({str(path): True for path in models})
     prepare_forks()
     for path in models[:1]:
         if path.is_dir():  # what reads its tokenizer is imported here
@@ -185,6 +186,7 @@ def main() -> None:
     parser.add_argument("--quantised", type=Path, nargs="*", default=[])
     parser.add_argument("--fp8", type=Path)
     parser.add_argument("--seeing", nargs="*", default=[])
+    parser.add_argument("--seeing-private", nargs="*", default=[])
     parser.add_argument("--cases", nargs="+", default=list(CASES), help="of the model that is split")
     given = parser.parse_args()
     write_each(answers, given.out, given.models)
@@ -212,6 +214,11 @@ def main() -> None:
 
         for kind in given.seeing:
             write_each(partial(seen, out=given.out), given.out, [SEEING[kind]()])
+    for kind in given.seeing_private:
+        from tests.engine.harness import SEEING_PRIVATE
+
+        first = SEEN_FIRST if kind == "blip2" else SEEN
+        write_each(partial(seen, out=given.out, cases=first, private=True), given.out, [SEEING_PRIVATE[kind]()])
     if given.fp8 is not None:
         asked = questions(given.fp8.name)
         cached = partial(answers, cases=tuple(asked), of=asked, kv_cache_dtype="fp8")

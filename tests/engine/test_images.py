@@ -3,18 +3,15 @@ end makes of the images."""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.multimodal.inputs import MultiModalFeatureSpec
-from vllm.v1.serial_utils import MsgpackDecoder
 
 from muxserve.wire import Detach, Detached, StepFailed
 from tests.engine.cases import SEEN, sampling
-from tests.engine.checks import check, decoded, handed, nothing_owned
+from tests.engine.checks import check, decoded, features, handed, nothing_owned
 from tests.engine.harness import SEEING, Engines, deployed_model, engines
 from tests.support import poison
 from tests.support.thoroughness import cases
@@ -41,10 +38,6 @@ def stock(stock_seeing: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def features(stock: dict[str, Any], case: str) -> Any:
-    return MsgpackDecoder(list[MultiModalFeatureSpec]).decode(base64.b64decode(stock[case]["features"])) or None
-
-
 def asked(family: Engines, stock: dict[str, Any], tag: str, cases: list[str] | None = None) -> dict[str, bytes]:
     return {
         f"{tag}-{case}": body(family, stock, f"{tag}-{case}", case, **sampling(SEEN[case][2])) for case in cases or SEEN
@@ -53,7 +46,7 @@ def asked(family: Engines, stock: dict[str, Any], tag: str, cases: list[str] | N
 
 def body(family: Engines, stock: dict[str, Any], name: str, case: str, **params: Any) -> bytes:
     answer = stock[case]
-    return family.body(name, answer["prompt"], answer["eos"], features=features(stock, case), **params)
+    return family.body(name, answer["prompt"], answer["eos"], features=features(answer), **params)
 
 
 def hits(family: Engines, model: str) -> int:
@@ -85,7 +78,7 @@ def test_an_image_is_not_found_under_the_text_of_another(family: Engines, stock:
     answer = stock["two"]
     family.serve(KIND, asked(family, stock, "seen", ["two"]))
     before = hits(family, KIND)
-    first, second = features(stock, "two")
+    first, second = features(stock["two"])
     assert first.mm_position.length == second.mm_position.length
     first.mm_position, second.mm_position = second.mm_position, first.mm_position
     params = {"max_tokens": len(answer["tokens"]), "ignore_eos": True}
@@ -152,7 +145,7 @@ def test_after_a_step_that_failed_images_are_computed_anew(family: Engines, stoc
 
 
 def test_without_its_file_a_request_ends_with_an_error(family: Engines, stock: dict[str, Any], tmp_path: Path) -> None:
-    gone = features(stock, "image")
+    gone = features(stock["image"])
     gone[0].mm_hash = str(tmp_path / "gone")
     answer = stock["image"]
     request = family.body("gone", answer["prompt"], answer["eos"], features=gone, max_tokens=4)

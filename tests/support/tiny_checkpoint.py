@@ -141,7 +141,7 @@ def _letter(byte: int) -> str:
     return chr(0x100 + sum(1 for b in range(byte) if b not in printable))
 
 
-def _write_tokenizer(path: Path, kind: Kind, max_len: int) -> None:
+def _write_tokenizer(path: Path, kind: Kind, max_len: int, image_token: str = "", in_chats: bool = False) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -165,10 +165,11 @@ def _write_tokenizer(path: Path, kind: Kind, max_len: int) -> None:
         additional_special_tokens=["</s>", "<|im_start|>"],
         model_max_length=max_len,
         clean_up_tokenization_spaces=False,
+        **({"extra_special_tokens": {"image_token": image_token}} if image_token else {}),
     )
     if kind == "idefics3":
         fast.add_special_tokens({"additional_special_tokens": ["</s>", "<|im_start|>", *IMAGE_TOKENS]})
-    fast.chat_template = IMAGE_CHAT_TEMPLATE if kind == "idefics3" else CHAT_TEMPLATE
+    fast.chat_template = IMAGE_CHAT_TEMPLATE if kind == "idefics3" or in_chats else CHAT_TEMPLATE
     fast.save_pretrained(path)
 
 

@@ -10,11 +10,10 @@ import importlib
 import json
 import logging
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -25,8 +24,6 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.envs import enable_envs_cache
 from vllm.exceptions import GracefulHTTPError
 from vllm.inputs import TokensPrompt
-from vllm.model_executor.models import ModelRegistry
-from vllm.model_executor.models.registry import _LazyRegisteredModel, _RegisteredModel
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
@@ -214,25 +211,19 @@ def go_on(front_end: ModelFrontEnd) -> None:
     watch()
 
 
-def register_architectures(checkpoints: Iterable[str]) -> None:
-    """Let vLLM look at the classes of these checkpoints in this process.
+def register_architectures(checkpoints: Mapping[str, bool]) -> None:
+    """Let vLLM look at the classes of these checkpoints in this process; whether a multi-modal one is served as its
+    language model alone, they say.
 
     By itself it starts another Python process per architecture, which imports vLLM anew, the first time on a machine.
     """
-    for checkpoint in checkpoints:
+    for checkpoint, text_only in checkpoints.items():
         try:
-            _register(json.loads((Path(checkpoint) / "config.json").read_text()))
+            config = json.loads((Path(checkpoint) / "config.json").read_text())
+            if not (text_only and language_models.register(config.get("model_type"))):
+                language_models.register_classes(config)
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             pass  # not a local checkpoint, or not one; vLLM will say
         except Exception:
             # Who is to serve it says why that cannot be; others are served.
             log.exception("the classes of %s cannot be looked at", checkpoint)
-
-
-def _register(config: Mapping[str, Any]) -> None:
-    if language_models.register(config.get("model_type")):
-        return
-    for architecture in config["architectures"]:
-        known = ModelRegistry.models.get(architecture)
-        if isinstance(known, _LazyRegisteredModel):
-            ModelRegistry.models[architecture] = _RegisteredModel.from_model_cls(known.load_model_cls())

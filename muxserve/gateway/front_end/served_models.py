@@ -104,7 +104,7 @@ class OfferedModels:
             ValueError: vLLM refuses the model or its options, or it has not answered.
             OSError: a checkpoint cannot be read.
         """
-        seam.register_architectures([model.path])
+        seam.register_architectures({model.path: model.text_only})
         client = UnitEngineClient(model, self._broker, self._grammars, self._images)
         try:
             # Reads files and compiles templates: others' streams must not wait for it.

@@ -23,11 +23,19 @@ from muxserve.config.checkpoint_files import (
 )
 from muxserve.config.checks import KV_CACHE_TYPES, lacks_weights
 from muxserve.config.problems import closest, shown
-from muxserve.costs.architecture import ModelArchitecture, StoredWeights, UnsupportedModelError, read_architecture
+from muxserve.costs.architecture import (
+    ENCODER_NOTE,
+    ModelArchitecture,
+    StoredWeights,
+    UnsupportedModelError,
+    read_architecture,
+)
 from muxserve.costs.language_models import is_of_language_model, language_model
 from muxserve.planning.demand.downloads import OnBytes, check_room, following, missing_bytes
 from muxserve.planning.demand.hub_reach import reachable
+from muxserve.planning.demand.images import may_be_whole, served_here
 from muxserve.vllm.known import unknown
+from muxserve.vllm.multi_modal import ServedWhole
 from muxserve.vllm.pin import VLLM_VERSION
 
 # What is read of a checkpoint for engines that only pretend.
@@ -109,14 +117,17 @@ def _said_by_us() -> Iterator[None]:
             enable_progress_bars()
 
 
-def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
+def architecture_of(model: Model, hub: Hub, on_gpus: bool = False) -> ModelArchitecture:
     """The architecture of a model, from its config.json; with what its weights take, where their files are at hand.
+
+    A multi-modal one with a cache of its own is served with images: on a CPU where vLLM can import what it needs for
+    that, which is part of vLLM's installations for GPUs.
 
     Raises:
         CheckpointError: there is no readable config.json, or the model cannot be served; with the reason.
     """
     file = Path(model.path) / "config.json" if model.path else hub.config(model.hub or "", model.revision)
-    config = read_config(file)
+    config = checkpoint = read_config(file)
     whole, text = config, language_model(config)
     config = config if text is None else text
     overrides = model.engine_args.get("hf_overrides")
@@ -133,6 +144,14 @@ def architecture_of(model: Model, hub: Hub) -> ModelArchitecture:
         why = "an encoder-decoder answers images or sound, and no route of the gateway brings it any"
         raise CheckpointError(f"cannot be served: {architecture.name}: {why}")
     text_only = text is not None
+    if may_be_whole(model, architecture, checkpoint):
+        found = ServedWhole(images=True) if on_gpus else served_here(model, file.parent)
+        if not found.text and not text_only:
+            raise CheckpointError(f"cannot be served: {architecture.name} is multi-modal, and {found.why}")
+        if found.images:
+            estimated = architecture.estimated or ENCODER_NOTE
+            architecture = replace(architecture, multi_modal=True, sees_images=True, estimated=estimated)
+            text_only = False
     stored = stored_weights(file.parent, text_only)
     kv_cache = kv_cache_of(model) or architecture.kv_cache
     known_by = json.dumps(whole)

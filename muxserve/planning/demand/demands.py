@@ -91,7 +91,7 @@ def demands_of(
     demands: list[Demand] = []
     # All at a time: a hub takes long to answer, or not to.
     with ThreadPoolExecutor(max_workers=len(fleet.models)) as threads:
-        asked = [threads.submit(_architecture, model, base, hub) for model in fleet.models]
+        asked = [threads.submit(_architecture, model, base, hub, bool(gpus)) for model in fleet.models]
     for index, (model, found) in enumerate(zip(fleet.models, asked, strict=True)):
         key = "path" if model.path else "hub" if model.hub else "architecture"
         try:
@@ -126,7 +126,7 @@ def with_adapters(model: Model, architecture: ModelArchitecture, on_gpus: bool) 
     return replace(architecture, adapter_slots=slots.count, adapter_rank=slots.rank)
 
 
-def _architecture(model: Model, base: Path, hub: Hub) -> ModelArchitecture:
+def _architecture(model: Model, base: Path, hub: Hub, on_gpus: bool) -> ModelArchitecture:
     """
     Raises:
         CheckpointError, ValueError: it cannot be had or served.
@@ -134,7 +134,7 @@ def _architecture(model: Model, base: Path, hub: Hub) -> ModelArchitecture:
     if model.path is None and model.hub is None:
         return _named(model, model.architecture or "", base, hub)
     try:
-        return architecture_of(model, hub)
+        return architecture_of(model, hub, on_gpus)
     except CheckpointError:
         if model.hub is None or model.revision is not None or known_config(model.hub) is None:
             raise

@@ -399,7 +399,7 @@ class FleetPlanner:
         if before is None or model.max_len != AUTO:
             return model
         try:
-            longest = architecture_of(model, self._hub).default_max_len
+            longest = architecture_of(model, self._hub, on_gpus=True).default_max_len
         except CheckpointError:
             return model  # planning says so
         return model.model_copy(update={"max_len": min(before.max_len, longest)})
@@ -415,7 +415,7 @@ class FleetPlanner:
             return None
         declared, dtype = self.fleet.model(model), joined.unit_spec.model(model).dtype
         plan = joined.planned.gpu
-        architecture = with_adapters(declared, architecture_of(declared, self._hub), plan is not None)
+        architecture = with_adapters(declared, architecture_of(declared, self._hub, plan is not None), plan is not None)
         if plan is None:
             costs = cpu_wake_costs(declared, architecture, dtype)
         else:

@@ -299,7 +299,8 @@ def _weights(fleet: Fleet, unit: UnitSpec, hub: Hub) -> int:
     for model in unit.models:
         try:
             declared = fleet.model(model.name)
-            architecture = with_adapters(declared, architecture_of(declared, hub), unit.gpu is not None)
+            on_gpus = unit.gpu is not None
+            architecture = with_adapters(declared, architecture_of(declared, hub, on_gpus), on_gpus)
         except (KeyError, CheckpointError, AdapterError):
             continue  # removed meanwhile: its weights are gone
         if fleet.memory is None or declared.keep == "always":  # for others there is room when they are woken

@@ -45,7 +45,7 @@ def model_demands(
             problems.append(fleet.problem(("cluster", key), message))
     for model in fleet.models:
         try:
-            architecture = architecture_of(model, hub)
+            architecture = architecture_of(model, hub, gpu is not None)
         except CheckpointError as error:
             problems.append(fleet.model_problem(model.name, "path" if model.path else "hub", str(error)))
             continue
@@ -115,7 +115,7 @@ def unservable(
     for kind in kinds if not private else ():
         problems += _kind_problems(fleet, model, kind)
     if architecture.sees_images:
-        problems += _image_problems(fleet, model, ranks)
+        problems += _image_problems(fleet, model, 1 if private else ranks)
     if not private and (words := _unspeculative(model, architecture, ranks, on_gpus)):
         problems.append(fleet.model_problem(model.name, "engine_args", f"no speculative_config: {words}"))
     if architecture.kv_cache and not private and (words := _kv_cache_problem(architecture, on_gpus, machine)):

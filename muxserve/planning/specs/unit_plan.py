@@ -12,6 +12,7 @@ from muxserve.gpu.findings import Findings
 from muxserve.gpu.unit import GpuPlan, GpuUnit
 from muxserve.planning.demand.checkpoints import Hub, without_chat_template
 from muxserve.planning.demand.demands import Batch, batch_of, default_batch
+from muxserve.planning.demand.images import about_images
 from muxserve.planning.demand.private import LOST
 from muxserve.planning.specs.unit_demands import estimated_in_words, known, model_demands
 from muxserve.spec import PolicyName
@@ -47,7 +48,9 @@ class ResolvedUnit:
         templates = filter(None, map(without_chat_template, self.fleet.models))
         lost = [f"what a private cache does without: {LOST}"] if any(d.private for d in self.demands) else []
         how = self.gpu.describe() if self.gpu else self._on_cpu()
-        return (*how, *self.unit.notes, *lost, *estimated_in_words(self.demands), *templates)
+        pairs = zip(self.fleet.models, self.architectures, strict=True)
+        images = filter(None, (about_images(model, each, self.gpu is not None) for model, each in pairs))
+        return (*how, *self.unit.notes, *lost, *estimated_in_words(self.demands), *images, *templates)
 
     def _on_cpu(self) -> Iterator[str]:
         model, stages = self.fleet.models[0], self.demands[0].stages

@@ -168,8 +168,9 @@ def _model(unit: ResolvedUnit, index: int) -> ModelSpec:
 
 
 def _engine_args(model: Model, architecture: ModelArchitecture) -> dict[str, object]:
-    """vLLM's options. The encoders of a multi-modal model are not loaded, unless the fleet file asks for them."""
-    return {**({"language_model_only": True} if architecture.multi_modal else {}), **model.engine_args}
+    """vLLM's options. The encoders of a multi-modal model that sees no images are not loaded."""
+    text = architecture.multi_modal and not architecture.sees_images
+    return {**({"language_model_only": True} if text else {}), **model.engine_args}
 
 
 def _caches_prefixes(model: Model, architecture: ModelArchitecture) -> bool:
