@@ -4,6 +4,7 @@ of its own, since importing it takes seconds."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 
 from muxserve.vllm import language_models
 from muxserve.vllm.args import environment, image_args
+
+log = logging.getLogger(__name__)
 
 SECONDS = 120.0
 
@@ -32,6 +35,7 @@ class ServedWhole:
 def served_whole(directory: Path, options: str) -> ServedWhole:
     """What vLLM says of the checkpoint in `directory` with these `engine_args`, in JSON. Where vLLM gives no answer,
     images: an engine says more when it starts."""
+    log.warning("asking vLLM whether it serves images with %s here", directory)
     line = [sys.executable, "-m", __name__, str(directory), options]
     try:
         asked = subprocess.run(

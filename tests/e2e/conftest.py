@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from tests.e2e.fleet import ROOT, Fleet, fleet_file, running
-from tests.e2e.mixed_reference import CHUNK, GENERATING, KINDS, MAX_LEN, OPTIONS, SEEING, adapter, checkpoint
+from tests.e2e.mixed_reference import CHUNK, GENERATING, KINDS, MAX_LEN, OPTIONS, SEEING, SEES, adapter, checkpoint
 from tests.e2e.reference import MODELS
 from tests.support import preloaded
 from tests.support.beside import begin, output
-from tests.support.tiny_checkpoint import tiny_checkpoint
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,7 +31,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     models = [str(ROOT / "configs/models" / model) for model in MODELS]
     here = Path(__file__).parent
     begin(session, "reference", here, "tests.e2e.reference", *models, keep=True)
-    begin(session, "stock_of_mixed", here, "tests.e2e.mixed_reference", *KINDS, GENERATING, SEEING, keep=True)
+    begin(session, "stock_of_mixed", here, "tests.e2e.mixed_reference", *KINDS, GENERATING, *SEES, keep=True)
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +53,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def stock_of_mixed(pytestconfig: pytest.Config) -> dict[str, Any]:
     """Stock vLLM's answers of the models of `mixed`."""
     directory = output(pytestconfig, "stock_of_mixed")
-    return {model: json.loads((directory / f"{model}.json").read_text()) for model in (*KINDS, GENERATING, SEEING)}
+    return {model: json.loads((directory / f"{model}.json").read_text()) for model in (*KINDS, GENERATING, *SEES)}
 
 
 @pytest.fixture(scope="package")
@@ -71,7 +70,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     ]
     for name in KINDS:
         models.append({"name": name, "path": str(checkpoint(name)), "engine_args": OPTIONS.get(name, {})})
-    sees = {"name": SEEING, "path": str(tiny_checkpoint("idefics3"))}
+    sees = {"name": SEEING, "path": str(SEES[SEEING]())}
     models.append({**sees, "engines": "split", "engine_args": {"limit_mm_per_prompt": {"image": 2}}})
     common = {
         "max_len": MAX_LEN,

@@ -11,6 +11,8 @@ import io
 import os
 import shutil
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tests.e2e.fleet import ROOT
 from tests.engine.stock import write_each
 from tests.support.tiny_adapter import write_adapter
 from tests.support.tiny_checkpoint import CACHE, Kind, picture, tiny_checkpoint
+from tests.support.tiny_seeing import tiny_seeing
 
 # By name in the fleet. The first three keep KV while they compute, the others do not.
 KINDS: dict[str, Kind] = {
@@ -53,8 +56,13 @@ PROMPTS = ["What is 12 + 7?", "What is 3 + 4?", "Tell me", _LONG, f"{_LONG}User:
 MAX_TOKENS = 24
 
 
-# The model that sees images, and what it is asked: a text and the sizes of pictures before it.
-SEEING = "viewer"
+# Models that see images, the second with a cache of its own only, and what they are asked: a text and the sizes of
+# pictures before it.
+SEEING, SEEING_ALONE = "viewer", "reader"
+SEES: dict[str, Callable[[], Path]] = {
+    SEEING: partial(tiny_checkpoint, "idefics3"),
+    SEEING_ALONE: partial(tiny_seeing, "aria"),
+}
 CHATS: list[tuple[str, list[tuple[int, int]]]] = [
     ("What is it?", [(100, 80)]),
     ("What is it?", [(60, 110)]),
@@ -83,12 +91,12 @@ def stock(path: Path, **options: Any) -> Any:
     return LLM(str(path), dtype="float32", enforce_eager=True, **sizes, **options)
 
 
-def seen() -> list[str]:
-    """What is answered to each chat."""
+def seen(model: str) -> list[str]:
+    """What it answers to each chat."""
     from vllm import SamplingParams
 
     images = {"limit_mm_per_prompt": {"image": 2}}
-    llm = stock(tiny_checkpoint("idefics3"), max_num_batched_tokens=MAX_LEN, **images)
+    llm = stock(SEES[model](), max_num_batched_tokens=MAX_LEN, **images)
     found = []
     for index in range(len(CHATS)):
         params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **sampling(index))
@@ -143,8 +151,8 @@ def answers(path: Path) -> dict[str, Any]:
     model = path.name
     if model == GENERATING:
         return generated()
-    if model == SEEING:
-        return {"texts": seen()}
+    if model in SEES:
+        return {"texts": seen(model)}
     options = {"runner": "pooling", **OPTIONS.get(model, {})}
     llm = stock(checkpoint(model), max_num_batched_tokens=MAX_LEN, **options)
     task = llm.pooling_task

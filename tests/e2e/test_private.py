@@ -21,6 +21,8 @@ from tests.e2e.mixed_reference import (
     OPTIONS,
     PROMPTS,
     SEEING,
+    SEEING_ALONE,
+    SEES,
     TEXTS,
     adapter,
     checkpoint,
@@ -33,7 +35,6 @@ from tests.e2e.test_pooling import post, same
 from tests.support import preloaded
 from tests.support.patience import PATIENCE
 from tests.support.thoroughness import cases
-from tests.support.tiny_checkpoint import tiny_checkpoint
 from tests.support.tiny_private import tiny_private
 
 OWN, POOLED = "arithmetic", "frontdesk"
@@ -165,7 +166,7 @@ ADAPTED = ("", "one", "two")
 
 @pytest.fixture(scope="module")
 def various(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Models that answer with vectors, one with adapters, and one that sees images, each with a cache of its own."""
+    """Models that answer with vectors, one with adapters, and two that see images, each with a cache of its own."""
     common = {
         "kv": "private",
         "max_len": MAX_LEN,
@@ -179,8 +180,8 @@ def various(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     ]
     adapters = {name: str(adapter(name)) for name in ADAPTED if name}
     models.append({"name": GENERATING, "path": str(ROOT / "configs/models" / GENERATING), "adapters": adapters})
-    sees = {"name": SEEING, "path": str(tiny_checkpoint("idefics3"))}
-    models.append({**sees, "engine_args": {"limit_mm_per_prompt": {"image": 2}}})
+    for name, make in SEES.items():
+        models.append({"name": name, "path": str(make()), "engine_args": {"limit_mm_per_prompt": {"image": 2}}})
     path = fleet_file(tmp_path_factory.mktemp("various"), models=[common | model for model in models])
     with running(path, start=preloaded.start) as deployed:
         yield deployed
@@ -213,18 +214,26 @@ async def test_adapters(various: Fleet, stock_of_mixed: dict[str, Any]) -> None:
 
 
 @pytest.mark.thorough
-async def test_images(various: Fleet, stock_of_mixed: dict[str, Any]) -> None:
-    expected: list[str] = stock_of_mixed[SEEING]["texts"]
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(SEEING, marks=pytest.mark.serves("Idefics3 (with images)", "served")),
+        pytest.param(SEEING_ALONE, marks=pytest.mark.serves("Aria (with images, private)", "served")),
+    ],
+)
+async def test_images(various: Fleet, stock_of_mixed: dict[str, Any], model: str) -> None:
+    expected: list[str] = stock_of_mixed[model]["texts"]
+    assert len(set(expected)) == len(expected), "else nothing is seen"
     async with various.async_client() as client:
 
         async def ask(index: int) -> str | None:
             asked: Any = messages(index)
-            made = await client.chat.completions.create(model=SEEING, messages=asked, **params(index))
+            made = await client.chat.completions.create(model=model, messages=asked, **params(index))
             return made.choices[0].message.content
 
         assert [await ask(index) for index in range(len(expected))] == expected
         asked = [asyncio.ensure_future(ask(index)) for index in range(len(expected)) for _ in range(4)]
-        await until(lambda: _decoding(various, SEEING) > 0, "decoding")
-        various.kill(f"{SEEING}/both")
+        await until(lambda: _decoding(various, model) > 0, "decoding")
+        various.kill(f"{model}/both")
         assert await asyncio.gather(*asked) == [text for text in expected for _ in range(4)]
     await asyncio.to_thread(various.wait_healthy)
