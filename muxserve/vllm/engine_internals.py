@@ -103,6 +103,7 @@ INTERNALS: list[Internal] = [
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.sample_tokens", ("grammar_output",)),
     ("vllm.v1.core.sched.output", "SchedulerOutput", ("num_scheduled_tokens", "finished_req_ids")),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_streaming_request", ("req_id", "new_req_data")),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._init_mrope_positions", ("req_state",)),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._bookkeeping_sync", ("scheduler_output",)),
     ("vllm.v1.worker.utils", "bind_kv_cache", ("kv_caches", "forward_context", "runner_kv_caches")),
     ("vllm.v1.worker.gpu_input_batch", "CachedRequestState", ("output_token_ids", "generator", "block_ids")),

@@ -25,6 +25,7 @@ from muxserve.planning.specs.unit_plan import ResolvedUnit
 from muxserve.planning.specs.unit_specs import fleet_spec_of, planned_unit, unit_spec_of
 from muxserve.spec import ResidencySpec, RestingSpec, UnitSpec, load
 from muxserve.vllm.args import engine_args
+from muxserve.vllm.language_models import TextOnly
 from placement import Machine
 from placement.format import format_size
 from placement.unit import MAX_BLOCKS
@@ -149,6 +150,21 @@ def test_heads_with_which_no_kernel_computes_prompts_from_latents_are_refused(tm
 def test_adapters_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FleetError, match=r"f.yaml:2: models\[0\]\.adapters: LoRA adapters are served on CPU only"):
         plan(tmp_path, "{gpus: 1}", " [{name: a, path: a, adapters: {}}]")
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "idefics3", "aria"])
+def test_with_a_cache_of_its_own_it_sees_images_on_gpus(tmp_path: Path, kind: str) -> None:
+    """There vLLM has what it needs for them: it is not asked on the machine that plans."""
+    text = {**CONFIG, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [8, 12, 12]}}
+    config = {"architectures": ["AriaForConditionalGeneration"], "model_type": kind, "text_config": text}
+    models = " [{name: a, path: a, kv: private, max_len: 512}]"
+    unit = plan(tmp_path, "{gpus: 2}", models, config={**config, "vision_config": {"hidden_size": 32}})
+    spec = unit_spec_of(unit, "/run/x")
+    (model,) = spec.models
+    assert (spec.ranks, model.kv, model.sees_images, model.text_only) == (2, "private", True, False)
+    options = engine_args(spec, "a", "both")
+    assert (options["mm_processor_cache_gb"], options["limit_mm_per_prompt"]["image"]) == (0, 8)
+    assert not isinstance(options.get("hf_overrides"), TextOnly)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -13,6 +13,7 @@ from muxserve.config import Fleet, FleetError, Model, parse_fleet
 from muxserve.costs.architecture import StoredWeights
 from muxserve.costs.work import layer_work
 from muxserve.memory.server import manager_config
+from muxserve.planning.demand import checkpoints, images
 from muxserve.planning.demand.checkpoints import CheckpointError, architecture_of, fetch, stored_weights
 from muxserve.planning.demand.demands import demands_of
 from muxserve.planning.specs.unit_plan import ResolvedUnit, resolve_unit
@@ -24,6 +25,7 @@ from muxserve.spec.unit import EnginePhase
 from muxserve.unit.request_table import pages_for
 from muxserve.unit.state import model_profile
 from muxserve.vllm.args import engine_args, frontend_args
+from muxserve.vllm.multi_modal import ServedWhole
 from placement import Machine
 from placement.memory import sequence_bytes
 from tests.support.checkpoint_files import write_checkpoint, write_files, write_safetensors
@@ -470,6 +472,76 @@ class TestImages:
     def test_what_it_cannot_have_is_refused(self, tmp_path: Path, options: str, words: str) -> None:
         with pytest.raises(FleetError, match=words):
             self.resolve(tmp_path, options)
+
+
+class TestServedWhole:
+    """Multi-modal models with a cache of their own, by what vLLM says of them on this machine."""
+
+    PRIVATE = ", kv: private"
+    NEEDS = "vLLM needs the module torchvision for them, which is not installed here"
+
+    def resolve(
+        self,
+        directory: Path,
+        patch: pytest.MonkeyPatch,
+        says: ServedWhole,
+        kind: str = "mistral3",
+        options: str = PRIVATE,
+        top: str = "",
+    ) -> ResolvedUnit:
+        for module in (checkpoints, images):
+            patch.setattr(module, "served_here", lambda model, path: says)
+        name = {"mistral3": "Mistral3", "aria": "Aria"}[kind]
+        whole = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": kind, "text_config": CONFIG}
+        tensors = {"language_model.lm_head.weight": ("BF16", [8, 2], 32), "vision_tower.x": ("BF16", [64, 64], 8192)}
+        write_checkpoint(directory, {**whole, "vision_config": {"hidden_size": 32}})
+        write_safetensors(directory / "model.safetensors", tensors)
+        text = f"{top}models: [{{name: a, path: {directory}{options}}}]\n"
+        return resolve_unit(fleet(text), MACHINE, FakeHub(directory))
+
+    @pytest.mark.parametrize("kind", ["mistral3", "aria"])
+    def test_with_images_all_of_it_is_loaded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+        unit = self.resolve(tmp_path, monkeypatch, ServedWhole(images=True), kind)
+        (model,), (demand,) = unit_spec_of(unit, "/x").models, unit.demands
+        assert (model.kv, model.sees_images, model.text_only) == ("private", True, False)
+        assert "language_model_only" not in model.engine_args
+        assert demand.architecture.stored == StoredWeights(16 + 64 * 64, 0)
+        assert not [note for note in unit.notes if "served as text" in note]
+
+    def test_where_vllm_lacks_what_images_need_its_text_is_served(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        unit = self.resolve(tmp_path, monkeypatch, ServedWhole(False, self.NEEDS, text=False))
+        (model,), (demand,) = unit_spec_of(unit, "/x").models, unit.demands
+        assert (model.kv, model.sees_images, model.text_only) == ("private", False, True)
+        assert demand.architecture.stored == StoredWeights(16, 0)
+        assert f"a is served as text, without images: {self.NEEDS}" in unit.notes
+
+    def test_of_other_kinds_the_whole_for_text(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        unit = self.resolve(tmp_path, monkeypatch, ServedWhole(False, self.NEEDS), "aria", options="")
+        (model,) = unit_spec_of(unit, "/x").models
+        assert (model.kv, model.sees_images, model.text_only) == ("private", False, False)
+        assert model.engine_args["language_model_only"] is True
+        with pytest.raises(FleetError, match=rf"cannot be served: .* is multi-modal, and {self.NEEDS}"):
+            self.resolve(tmp_path, monkeypatch, ServedWhole(False, self.NEEDS, text=False), "aria")
+
+    def test_who_asks_for_text_gets_text(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        options = f"{self.PRIVATE}, engine_args: {{language_model_only: true}}"
+        unit = self.resolve(tmp_path, monkeypatch, ServedWhole(images=True), options=options)
+        (model,) = unit_spec_of(unit, "/x").models
+        assert (model.sees_images, model.text_only) == (False, True)
+
+    def test_on_the_pool_it_stays_text_and_says_how_to_have_images(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        unit = self.resolve(tmp_path, monkeypatch, ServedWhole(images=True), options="")
+        (model,) = unit_spec_of(unit, "/x").models
+        assert (model.kv, model.sees_images, model.text_only) == ("pool", False, True)
+        assert [note for note in unit.notes if "with `kv: private` it takes images, too" in note]
+
+    def test_several_ranks_see_images_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        unit = self.resolve(tmp_path, monkeypatch, ServedWhole(images=True), top="cluster: {ranks: 2}\n")
+        assert unit_spec_of(unit, "/x").models[0].sees_images
 
 
 class TestStoredWeights:
