@@ -297,13 +297,15 @@ class ControlServer:
 
     async def _take_back(self, borrower: RunningFleet) -> None:
         log.warning("%s has ended before it served; this fleet serves all its models again", borrower.name)
+        words = f"models that were lent to {borrower.name}, which has ended, are not served yet"
         try:
             await self._control.take_back(partial(log.info, "%s"))
-            self._control.unfollowed("")
         except Exception as error:  # what that fleet had may not be free yet: it is tried again
             log.exception("models that were lent are not served yet")
-            words = f"models that were lent to {borrower.name}, which has ended, are not served yet"
             self._control.unfollowed(f"{words}: {error or type(error).__name__}")
+        else:
+            if self._control.fleet.unfollowed.startswith(words):
+                self._control.unfollowed("")
 
     def _named(self, asked: str) -> str:
         """The model that a command means, which may name the version that answers, as `status` shows it."""
