@@ -685,6 +685,22 @@ def test_open_batches_of_one_keep_out_nobody_else(batches: Batches, monkeypatch:
     batches.new("three")
 
 
+async def test_open_batches_of_one_have_no_more_lines_than_they_may(
+    batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "MOST_OPEN_LINES", 3)
+    room = Room(0)
+    first = batches.new("one", "two")
+    batches.run(Work(ok), room)
+    await batches.until(first, "in_progress")
+    over = await batches.until(batches.new("three", "four"), "failed")
+    assert [each["code"] for each in over["errors"]["data"]] == ["too_many_open_requests"]
+    await batches.until(batches.new("five"), "in_progress")
+    room.most = 1
+    await batches.until(first, "completed")
+    await batches.until(batches.new("six", "seven"), "completed")
+
+
 async def test_without_a_place_for_them_there_are_no_batches(tmp_path: Path) -> None:
     endpoint = Endpoint(tmp_path)
     object.__setattr__(endpoint.app._own, "caller_apps", apps(None))

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from muxserve.gateway.batches.asking import WholeAnswer
 from muxserve.gateway.batches.lines import LineError, PlannedLine, answered, body_of, not_asked, planned_lines
-from muxserve.gateway.batches.store import LEASE_SECONDS, BatchStore, LeaseLostError, StoredBatch
+from muxserve.gateway.batches.store import LEASE_SECONDS, BatchStore, FullError, LeaseLostError, StoredBatch
 
 log = logging.getLogger(__name__)
 
@@ -215,10 +215,13 @@ class BatchRunner:
             lines, errors = await asyncio.to_thread(check)
         except FileNotFoundError:
             lines, errors = [], [LineError("file_not_found", f"{batch.input_file_id} is there no longer")]
+        if not errors:
+            try:
+                await asyncio.to_thread(self._store.begin, batch.id, lines)
+            except FullError as error:
+                errors = [LineError("too_many_open_requests", str(error))]
         if errors:
             await asyncio.to_thread(self._store.fail, batch.id, errors)
-        else:
-            await asyncio.to_thread(self._store.begin, batch.id, lines)
 
     async def _go_on(self, batch: StoredBatch) -> None:
         running = self._running.get(batch.id)

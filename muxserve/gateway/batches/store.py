@@ -31,6 +31,8 @@ LOCKED_SECONDS = 5.0
 LEASE_SECONDS = 10.0
 # Batches of a tenant that may be there at a time, and have not ended.
 MOST_OPEN = 1000
+# Lines of them without a result, which take room in the database beside what files may take.
+MOST_OPEN_LINES = 1_000_000
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 
 _LINE = "number, custom_id, offset, length, model FROM lines"
@@ -250,10 +252,20 @@ class BatchStore:
         """The file of a batch is good: these are its lines.
 
         Raises:
+            FullError: with them the open batches of its owner have more lines than they may have.
             LeaseLostError: see `LeaseLostError`; likewise below.
         """
         rows = [(batch, each.number, each.custom_id, each.offset, each.length, each.model) for each in lines]
         with self._as_runner():
+            query = (
+                "SELECT total(total - completed - failed) FROM batches "
+                f"WHERE owner = (SELECT owner FROM batches WHERE id = ?) AND status IN ({_marks(OPEN)})"
+            )
+            if self._db.execute(query, (batch, *OPEN)).fetchone()[0] + len(rows) > MOST_OPEN_LINES:
+                raise FullError(
+                    f"open batches have at most {MOST_OPEN_LINES:,} requests without a result; try again when some "
+                    "have ended"
+                )
             changed = self._db.execute(
                 "UPDATE batches SET status = 'in_progress', in_progress_at = ?, total = ? "
                 "WHERE id = ? AND status = 'validating'",
