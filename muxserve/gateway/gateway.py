@@ -261,14 +261,20 @@ class Gateway:
         while True:
             await self._to_offer.wait()
             self._to_offer.clear()
-            while True:
-                self.offered.learn(self.fleet)
-                await self.offered.follow_names()
-                self._tell_followed()
-                model = next((each for each in self.offered.unbuilt() if not self._is_refused(each)), None)
-                if model is None:
-                    break
-                await self._offer(model)
+            try:
+                await self._offer_all()
+            except Exception:  # what is served already goes on, and so does what comes with the next change
+                log.exception("what the fleet has now cannot be offered")
+
+    async def _offer_all(self) -> None:
+        while True:
+            self.offered.learn(self.fleet)
+            await self.offered.follow_names()
+            self._tell_followed()
+            model = next((each for each in self.offered.unbuilt() if not self._is_refused(each)), None)
+            if model is None:
+                return
+            await self._offer(model)
 
     async def _offer(self, model: ModelSpec) -> None:
         """Build a model's front end. The others are offered without one that vLLM refuses."""

@@ -62,6 +62,18 @@ def test_files_that_change_under_a_served_adapter_are_another_one(
     assert after.lora_name != before.lora_name
 
 
+def test_an_adapter_whose_files_are_gone_is_no_matter_of_the_others(tmp_path: Path, weights: Path) -> None:
+    """Otherwise no name and no adapter of its model could be changed any more, and the model be offered nowhere."""
+    served = adapter_requests("m", {"one": str(tmp_path), "gone": str(tmp_path / "gone")})
+    assert served["gone"].lora_int_id != served["one"].lora_int_id
+    assert for_engines(served["one"]).lora_name.startswith("one#")
+    with pytest.raises(VLLMValidationError, match="'gone' cannot be served: its files cannot be read"):
+        for_engines(served["gone"])
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone" / weights.name).write_bytes(b"back")
+    assert for_engines(served["gone"]).lora_name.startswith("gone#")
+
+
 def test_files_that_are_gone_are_named(tmp_path: Path, weights: Path) -> None:
     served = adapter_requests("m", {"one": str(tmp_path)})["one"]
     weights.unlink()

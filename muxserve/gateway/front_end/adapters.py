@@ -8,6 +8,7 @@ its name with other weights is another one, and so is one whose files were overw
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import blake2b
 
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
@@ -16,15 +17,21 @@ from muxserve.vllm.file_identity import adapter_number
 
 
 def adapter_requests(model: str, adapters: Mapping[str, str]) -> dict[str, LoRARequest]:
-    """What requests of `model` bring by the name of the adapter that they ask for; equal in every gateway.
+    """What requests of `model` bring by the name of the adapter that they ask for; equal in every gateway, and whether
+    its files are there or not: requests for one whose files are gone are refused (`for_engines`), and nothing else.
 
     Args:
         adapters: directories by name.
     """
     return {
-        name: LoRARequest(lora_name=name, lora_int_id=adapter_number(name, path), lora_path=path, base_model_name=model)
+        name: LoRARequest(lora_name=name, lora_int_id=_number(name, path), lora_path=path, base_model_name=model)
         for name, path in adapters.items()
     }
+
+
+def _number(name: str, path: str) -> int:
+    """Its number in front ends, above 0."""
+    return 1 + int.from_bytes(blake2b(f"{name}\n{path}".encode(), digest_size=6).digest())
 
 
 def for_engines(request: LoRARequest) -> LoRARequest:
