@@ -32,7 +32,6 @@ from placement.format import enumerate_words
 from placement.memory import MemoryRules
 from placement.objective import Objective
 from placement.planner import ClusterPlan
-from placement.unit_types import Device
 
 _MUXSERVE = "muxserve"
 
@@ -113,7 +112,7 @@ class Places:
 
     def _on_cpu(self, kind: str) -> Simulated:
         """All modes have the same cores. Baselines have one unit."""
-        if kind == _MUXSERVE or (all(m.shape("cpu") == "split" for m in self.fleet.models) and self._units == 1):
+        if kind == _MUXSERVE or (all(m.shape == "split" for m in self.fleet.models) and self._units == 1):
             made = self._planner(_MUXSERVE).on_cpu()
             self._check(made.plan, kind)
             self.notes += made.notes
@@ -190,8 +189,7 @@ class Places:
     def baselines(self, modes: Sequence[str]) -> str:
         """What is to be said of modes (kinds of placement by their names) that leave shapes aside; may be
         empty."""
-        device: Device = "cuda" if self.cluster else "cpu"
-        others = [m.name for m in self.fleet.models if self.fleet.shape_of(m, device) == "one"]
+        others = [m.name for m in self.fleet.models if m.has_own_unit]
         if _MUXSERVE in self.found:
             found = dict.fromkeys(m.name for unit in self.found[_MUXSERVE].others for m in unit.models)
             # What the plan has chosen by itself, the file does not say.

@@ -189,7 +189,7 @@ def _model(source: Source, at: KeyPath, model: dict[str, Any]) -> Iterator[Probl
     if rolls and _several_stages(model):
         message = "must be 1 where prefill rolls over replicas, each of which has one stage; leave one of the two out"
         yield source.problem((*at, "stages"), message)
-    if _has_one_engine(model):
+    if engines != "split":
         yield from _sm_of_one(source, (*at, "sm"), model)
     if rolls:
         yield from _objectives(source, at, model.get("slo"))
@@ -207,11 +207,6 @@ def _sm_of_one(source: Source, at: KeyPath, model: Mapping[str, Any]) -> Iterato
 def _several_stages(model: Mapping[str, Any]) -> bool:
     stages = model.get("stages")
     return _whole(stages) and stages > 1
-
-
-def _has_one_engine(model: Mapping[str, Any]) -> bool:
-    """Whether the file itself gives the model one engine of both phases."""
-    return model.get("engines") == "one" or _has_own_unit(model)
 
 
 def _has_own_unit(model: Mapping[str, Any]) -> bool:

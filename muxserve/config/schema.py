@@ -348,10 +348,6 @@ BatchesDirectory = Annotated[
 ]
 
 
-# The engines, by device, of models that leave these open and that no plan says more of.
-DEFAULT_SHAPES: dict[Literal["cpu", "cuda"], ShapeName] = {"cpu": "one", "cuda": "split"}
-
-
 class Ray(Section):
     """The Ray cluster whose machines the units run on."""
 
@@ -599,11 +595,11 @@ class Model(ModelSettings):
         """Whether the file leaves its engines to a plan."""
         return self.engines == AUTO and not self.has_own_unit
 
-    def shape(self, device: Literal["cpu", "cuda"]) -> ShapeName:
-        """Its engines, where no plan says more of them."""
-        if self.engines != AUTO:
-            return self.engines
-        return "one" if self.has_own_unit else DEFAULT_SHAPES[device]
+    @property
+    def shape(self) -> ShapeName:
+        """Its engines, where no plan says more of them. One takes half of the memory of two, and serves at least as
+        much in most simulations (docs/scheduling.md)."""
+        return "split" if self.engines == "split" else "one"
 
     def with_engines(self, shape: ShapeName, stages: int = 1, rolling: bool = False) -> Model:
         """The model with that in place of what it says of its engines."""
@@ -720,11 +716,6 @@ class Fleet(Section):
         """The same fleet, whose only model is called `name`."""
         (model,) = self.models
         return self.with_models([model.model_copy(update={"name": name})])
-
-    def shape_of(self, model: Model, device: Literal["cpu", "cuda"]) -> ShapeName:
-        """The engines of one of its models, where no plan says more of them. Where memory decides which models are
-        awake, a second engine would take the memory of others."""
-        return "one" if self.memory is not None and model.is_open else model.shape(device)
 
     def as_split(self) -> Fleet:
         """The same fleet with an engine for each phase of every model, whatever it says."""

@@ -38,6 +38,7 @@ MODELS = """
   - {name: a, path: a, rate: 4, max_len: 512}
   - {name: b, path: b, rate: 1, max_len: 512}
 """
+SPLIT = MODELS.replace("max_len: 512", "max_len: 512, engines: split")
 
 
 def gpus(count: int, name: str = "NVIDIA H200", gib: int = 140) -> GpuMachine:
@@ -87,7 +88,7 @@ def test_gpu_ids_are_enough(tmp_path: Path) -> None:
 
 
 def test_shares_of_the_file_go_before_the_planners(tmp_path: Path) -> None:
-    models = MODELS.replace("max_len: 512}", "max_len: 512, sm: {prefill: 0.7, decode: 0.15}}", 1)
+    models = MODELS.replace("max_len: 512}", "max_len: 512, engines: split, sm: {prefill: 0.7, decode: 0.15}}", 1)
     deployed = unit_spec_of(plan(tmp_path, "{gpus: 1}", models), "/run/x")
     assert (deployed.models[0].prefill_share, deployed.models[0].decode_share) == (0.7, 0.15)
     planned = unit_spec_of(plan(tmp_path, "{gpus: 1}"), "/run/x").models[1]
@@ -112,7 +113,7 @@ def test_temporal_multiplexing_gives_everyone_everything(tmp_path: Path) -> None
 
 
 def test_a_gpu_of_unknown_speed_gets_default_shares_and_a_note(tmp_path: Path) -> None:
-    made = plan(tmp_path, "{gpus: 1}", found=gpus(1, "NVIDIA Unheard-Of"))
+    made = plan(tmp_path, "{gpus: 1}", SPLIT, found=gpus(1, "NVIDIA Unheard-Of"))
     assert made.gpu is not None
     assert {(s.prefill, s.decode) for s in made.gpu.shares.values()} == {(0.6, 0.4)}
     assert any("nothing is known of the speed of a NVIDIA Unheard-Of" in note for note in made.notes)
@@ -255,18 +256,19 @@ def test_more_clients_than_mps_takes_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_plan_asks_for_no_more_clients_than_mps_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two models have four engines, beside the migrator."""
+    """Two models have two engines, or four, beside the migrator."""
     monkeypatch.setattr(unit, "MOST_CLIENTS", 4)
     with pytest.raises(FleetError, match="2 models are 5 clients of the MPS server on each GPU, which takes 4; serve"):
-        plan(tmp_path, "{gpus: 1, sm_sharing: mps}")
+        plan(tmp_path, "{gpus: 1, sm_sharing: mps}", SPLIT)
+    assert plan(tmp_path, "{gpus: 1, sm_sharing: mps}").gpu is not None
     assert plan(tmp_path, "{gpus: 1, mps: off}").gpu is not None
     # Nobody insists on it.
-    made = plan(tmp_path, "{gpus: 1}")
+    made = plan(tmp_path, "{gpus: 1}", SPLIT)
     assert made.gpu is not None
     assert made.gpu.sharing == "off"
     assert any("engines alternate, since 2 models are 5 clients" in note for note in made.notes)
     monkeypatch.setattr(unit, "MOST_CLIENTS", 5)
-    assert plan(tmp_path, "{gpus: 1}").gpu is not None
+    assert plan(tmp_path, "{gpus: 1, sm_sharing: mps}", SPLIT).gpu is not None
 
 
 class TestJoining:
@@ -319,7 +321,7 @@ class TestJoining:
         assert set(shares) == {"a", "b", "c"}
 
     def test_the_file_may_say_its_share(self, tmp_path: Path) -> None:
-        _, (after, _, _) = self.joined(tmp_path, more=", sm: {prefill: 0.3, decode: 0.2}")
+        _, (after, _, _) = self.joined(tmp_path, more=", engines: split, sm: {prefill: 0.3, decode: 0.2}")
         assert (after.models[2].prefill_share, after.models[2].decode_share) == (0.3, 0.2)
 
     def test_on_several_gpus_it_is_split_as_the_others(self, tmp_path: Path) -> None:
@@ -342,8 +344,8 @@ class TestJoining:
             self.joined(tmp_path, config=config, length=length)
 
     def test_mps_takes_so_many_processes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(unit, "MOST_CLIENTS", 6)
-        with pytest.raises(NoRoomError, match=r"c cannot join u0: 3 models are 7 clients of the MPS server"):
+        monkeypatch.setattr(unit, "MOST_CLIENTS", 3)
+        with pytest.raises(NoRoomError, match=r"c cannot join u0: 3 models are 4 clients of the MPS server"):
             self.joined(tmp_path)
 
 

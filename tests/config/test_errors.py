@@ -96,7 +96,7 @@ ONE = "models:\n  - name: one\n    path: a\n"
         (f"cluster: {{gpus: 1, mps: yes please}}\n{ONE}", "fleet.yaml:1: cluster.mps: must be one of auto, on, off, not 'yes please'"),
         (f"cluster: {{decode_first: true}}\n{ONE}", "fleet.yaml:1: cluster.decode_first: is no longer a key; remove it"),
         (f"cluster:\n  gpus: 1\n  sm_sharing: green_contexts\n  mps: off\n{ONE}", "fleet.yaml:4: cluster.mps: green contexts of different processes compute at the same time under MPS only"),
-        (f"{ONE}    sm: {{prefill: 0}}\n", "fleet.yaml:4: models[0].sm.prefill: must be more than 0, not 0"),
+        (f"{ONE}    sm: {{decode: 0}}\n", "fleet.yaml:4: models[0].sm.decode: must be more than 0, not 0"),
         (f"{ONE}    sm: {{decode: 60}}\n", "fleet.yaml:4: models[0].sm.decode: must be at most 1, not 60"),
         (f"kv_pool: {{size: 12XB}}\n{ONE}", "fleet.yaml:1: kv_pool.size: must be a size such as 512MiB or 2GiB, not '12XB' (or auto)"),
         (f"kv_pool: {{size: -5}}\n{ONE}", "fleet.yaml:1: kv_pool.size: must be larger than zero, not -5 (or auto)"),

@@ -11,11 +11,9 @@ from jsonschema import Draft202012Validator
 
 from muxserve.config import AUTO, Fleet, FleetError, parse_fleet
 from muxserve.config.loader import fleet_schema
-from muxserve.config.schema import DEFAULT_SHAPES
 from muxserve.config.source import parse_yaml
 
 HEAD = "models:\n  - name: one\n    architecture: llama-7b\n"
-DEFAULT = DEFAULT_SHAPES["cpu"]
 SLO = "    slo: {ttft_ms: 1000, tpot_ms: 100}\n"
 
 
@@ -25,12 +23,12 @@ def parse(extra: str) -> Fleet:
 
 def test_what_a_model_has_that_says_nothing() -> None:
     (model,) = parse("").models
-    assert (model.shape("cpu"), model.stages, model.rolls) == (DEFAULT, AUTO, False)
+    assert (model.shape, model.stages, model.rolls) == ("one", AUTO, False)
 
 
 def test_a_rolling_model() -> None:
     (model,) = parse(f"    dispatch: rolling\n{SLO}").models
-    assert (model.shape("cpu"), model.rolls) == ("one", True)
+    assert (model.shape, model.rolls) == ("one", True)
 
 
 @pytest.mark.parametrize(
@@ -40,12 +38,12 @@ def test_a_rolling_model() -> None:
         ("engines: one", "one", 1),
         ("stages: 4", "one", 4),
         ("engines: one\nstages: 1\nsm: {decode: 0.5}", "one", 1),
-        ("engines: auto\nsm: {prefill: 0.5}", DEFAULT, 1),
+        ("engines: auto\nsm: {decode: 0.5}", "one", 1),
     ],
 )
 def test_shapes(extra: str, shape: str, stages: int) -> None:
     (model,) = parse("".join(f"    {line}\n" for line in extra.split("\n"))).models
-    assert (model.shape("cpu"), model.stage_count) == (shape, stages)
+    assert (model.shape, model.stage_count) == (shape, stages)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +56,7 @@ def test_shapes(extra: str, shape: str, stages: int) -> None:
         ("dispatch: rolling\nslo: {ttft_ms: 5, tpot_ms: 1}\nstages: 2", "6: models[0].stages: must be 1 where prefill rolls over replicas, each of which has one stage; leave one of the two out"),
         ("engines: split\nstages: 2", "5: models[0].stages: is for models with one engine; write `engines: one`, or leave it out"),
         ("engines: one\nsm: {prefill: 0.5}", "5: models[0].sm.prefill: is for `engines: split`; the share of a model's one engine is `sm.decode`"),
+        ("sm: {prefill: 0.5}", "4: models[0].sm.prefill: is for `engines: split`; the share of a model's one engine is `sm.decode`"),
         ("stages: 2\nsm: {decode: 0.5}", "5: models[0].sm: is for models that share GPUs; this one has GPUs to itself; leave it out"),
         ("engines: one\nstages: 0", "5: models[0].stages: must be a whole number of at least 1, or auto, not 0"),
         ("rolling: {lower: 9}", "4: models[0].rolling: is no longer a key; remove it: macro instances have 4 to 16 replicas, and a quarter of the decodes may have saved less time than a prefill takes (docs/rolling.md)"),

@@ -239,7 +239,7 @@ def test_switches_are_what_they_say_whatever_yaml_makes_of_them(text: str, mode:
 def test_gpus_by_number_and_uuid(tmp_path: Path) -> None:
     uuid = "GPU-8f6d2b1c-0000-4000-8000-00000000000a"
     text = f"cluster: {{gpu_ids: [3, {uuid}], gpu_memory: 0.8, sm_sharing: green_contexts}}\n"
-    text += "models: [{name: a, hub: x/y, sm: {prefill: 0.6}}]"
+    text += "models: [{name: a, hub: x/y, engines: split, sm: {prefill: 0.6}}]"
     fleet = parse_fleet(text, "f", tmp_path, {})
     assert fleet.cluster.gpu_ids == [3, uuid]
     assert (fleet.cluster.gpu_memory, fleet.cluster.sm_sharing, fleet.cluster.ranks) == (0.8, "green_contexts", 1)

@@ -83,10 +83,12 @@ def said(fleet: Fleet, what: str) -> int:
     return (fleet.directory / "deploy.log").read_text().count(what)
 
 
-def test_two_models_on_a_gpu_lose_nothing_to_deaths(deploy: Start) -> None:
-    with deploy(model("atlas"), model("frontdesk"), gpus=1, mps="off") as fleet:
+@pytest.mark.parametrize(("engines", "phases"), [("one", ("both",)), ("split", ("decode", "prefill"))])
+def test_two_models_on_a_gpu_lose_nothing_to_deaths(deploy: Start, engines: str, phases: tuple[str, ...]) -> None:
+    models = (model(name, engines=engines) for name in ("atlas", "frontdesk"))
+    with deploy(*models, gpus=1, mps="off") as fleet:
         assert length(stream(fleet, "atlas")) == length(stream(fleet, "frontdesk")) == TOKENS
-        for words in (("atlas/decode",), ("atlas/prefill",), ("muxserve-memory-manager", "--socket")):
+        for words in (*((f"atlas/{phase}",) for phase in phases), ("muxserve-memory-manager", "--socket")):
             assert through(fleet, "atlas", partial(fleet.kill, *words)) == TOKENS
             fleet.wait_healthy()
         assert length(stream(fleet, "frontdesk")) == TOKENS
@@ -295,7 +297,7 @@ def test_models_with_sinks_and_with_latents_share_gpus(deploy: Start, ranks: int
     first has left in the pages, and is found there when it comes again."""
     paths = {"sinks": tiny_checkpoint("gpt_oss"), "latents": tiny_checkpoint("deepseek_v3", head_dim=128)}
     options = {"engine_args": WHOLE, "max_num_batched_tokens": 128}
-    models = [model(name, path=str(path), **options) for name, path in paths.items()]
+    models = [model(name, engines="split", path=str(path), **options) for name, path in paths.items()]
     with deploy(*models, gpus=ranks, mps="off") as fleet:
         for name in paths:
             assert length(stream(fleet, name)) == TOKENS
@@ -340,7 +342,8 @@ def test_models_with_states_share_gpus(deploy: Start, ranks: int) -> None:
     known goes on behind a snapshot of its states."""
     kinds: dict[str, Kind] = {"spaces": "granite_hybrid", "deltas": "qwen3_5-mm", "experts": "nemotron_h-moe"}
     options = {"engine_args": WHOLE, "max_num_batched_tokens": 128, "prefix_caching": True}
-    models = [model(name, path=str(tiny_checkpoint(kind, layers=3)), **options) for name, kind in kinds.items()]
+    paths = {name: str(tiny_checkpoint(kind, layers=3)) for name, kind in kinds.items()}
+    models = [model(name, engines="split", path=path, **options) for name, path in paths.items()]
     with deploy(*models, gpus=ranks, gpu_memory=0.1, mps="off") as fleet:
         for name in kinds:
             assert length(stream(fleet, name)) == TOKENS
@@ -359,7 +362,7 @@ def test_models_with_states_share_gpus(deploy: Start, ranks: int) -> None:
 
 def test_two_ranks_go_on_when_the_mps_server_is_in_fault(deploy: Start) -> None:
     """Engines end, since they cannot compute any more; weights and pool are outside MPS and stay."""
-    with deploy(model("atlas", engine_args=WHOLE), gpus=2, mps="on") as fleet:
+    with deploy(model("atlas", engines="split", engine_args=WHOLE), gpus=2, mps="on") as fleet:
         assert length(stream(fleet, "atlas")) == TOKENS
         fault = fleet.directory / "mps" / "fault"
 
@@ -392,7 +395,8 @@ def engine_trace(fleet: Fleet, engine: str) -> Trace:
 def test_graphs_of_every_batch_are_captured_and_replayed(deploy: Start) -> None:
     """Decode batches whole, others in pieces between attention layers, by what torch.compile has made of the model."""
     graphs = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": BATCHES}
-    with deploy(model("atlas", engine_args={"compilation_config": graphs}), gpus=1, mps="off") as fleet:
+    pieces = model("atlas", engines="split", engine_args={"compilation_config": graphs})
+    with deploy(pieces, gpus=1, mps="off") as fleet:
         layers = json.loads((ROOT / "configs/models/atlas/config.json").read_text())["num_hidden_layers"]
         captured = len(BATCHES) * (1 + layers + 1)
         before = engine_trace(fleet, "atlas/decode")
@@ -415,7 +419,7 @@ def test_graphs_of_every_batch_are_captured_and_replayed(deploy: Start) -> None:
 def test_graphs_are_captured_anew_when_the_pool_has_moved(deploy: Start) -> None:
     """Where memory cannot be exported, holders stay, and who has restarted allocates a pool of its own."""
     lies = {"FAKE_CUDA_NO_VMM": "1"}
-    with deploy(model("atlas", engine_args=WHOLE), gpus=1, mps="off", lies=lies) as fleet:
+    with deploy(model("atlas", engines="split", engine_args=WHOLE), gpus=1, mps="off", lies=lies) as fleet:
         assert fleet.part("weights atlas") is not None
         assert length(stream(fleet, "atlas")) == TOKENS
         assert through(fleet, "atlas", lambda: fleet.kill("muxserve-memory-manager", "--socket")) == TOKENS
@@ -437,7 +441,7 @@ def test_shares_of_leases_choose_the_context(deploy: Start, tmp_path: Path) -> N
     lost = tmp_path / "lost"
     names = ("atlas", "frontdesk")
     with deploy(
-        *(model(name, engine_args=WHOLE) for name in names),
+        *(model(name, engines="split", engine_args=WHOLE) for name in names),
         gpus=1, gpu_memory=0.1, mps="on", sm_sharing="green_contexts",
         lies={"CUDA_STUB_LOSES": str(lost)},
     ) as fleet:  # fmt: skip
@@ -479,7 +483,7 @@ def test_shares_of_leases_choose_the_context(deploy: Start, tmp_path: Path) -> N
 def test_kernels_that_ask_for_a_stream_compute_in_the_context_of_the_lease(deploy: Start, tmp_path: Path) -> None:
     """Marlin's do, and vLLM would make one for them, in whichever context is current at the first step."""
     path = share.checkpoint(tmp_path, "experts, gptq")
-    experts = {**model("experts", engine_args={**WHOLE, "load_format": "dummy"}), "path": str(path)}
+    experts = {**model("experts", engines="split", engine_args={**WHOLE, "load_format": "dummy"}), "path": str(path)}
     with deploy(experts, gpus=1, gpu_memory=0.1, mps="on", sm_sharing="green_contexts") as fleet:
         for _ in range(3):
             assert [length(answer) for answer in [stream(fleet, "experts") for _ in range(2)]] == [TOKENS] * 2

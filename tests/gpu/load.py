@@ -12,7 +12,13 @@ from tests.gpu.run import STAND_INS
 from tests.gpu.stock import TOKENS, first_difference
 
 # Keys of every model of the fleets, and of their `cluster`.
-MODEL = {"dtype": "bfloat16", "max_len": 1024, "max_num_seqs": 32, "engine_args": {"enforce_eager": True}}
+MODEL = {
+    "dtype": "bfloat16",
+    "engines": "split",
+    "max_len": 1024,
+    "max_num_seqs": 32,
+    "engine_args": {"enforce_eager": True},
+}
 CLUSTER = {"gpus": 1, "gpu_memory": 0.2}
 # bfloat16 keeps 8 bits: logits near 16 are told apart by 0.125 at best, and two of them come into a difference.
 NEAR_TIE = 0.3

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muxserve.config import Fleet, FleetError, load_fleet, parse_fleet
-from muxserve.config.schema import DEFAULT_SHAPES
 from muxserve.control.changes import NoRoomError
 from muxserve.costs.architecture import read_architecture
 from muxserve.costs.latency import EngineShape
@@ -27,7 +26,7 @@ from muxserve.planning.specs.plan_file import load_plan, save_plan
 from muxserve.planning.specs.unit_models import possible_units, units_at_start
 from muxserve.planning.specs.unit_plan import ResolvedUnit, resolve_unit
 from muxserve.planning.specs.unit_specs import fleet_spec_of, planned_unit, prefill_seconds
-from muxserve.spec import FleetSpec, ShapeName, UnitSpec
+from muxserve.spec import FleetSpec, UnitSpec
 from placement import Machine, ModelDemand, PlanError, plan_unit
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 from placement.demand import Demand
@@ -170,7 +169,7 @@ def test_every_replica_has_its_unit_and_all_of_them_one_layout(one: str, two: st
         units = [u.unit_spec for u in told.units if model.name in [m.name for m in u.unit_spec.models]]
         more = planned_unit(planner.unit("late", [model.name], told), "/run").unit_spec
         assert len({unit.layout(model.name) for unit in (*units, more)}) == 1
-        assert {unit.model(model.name).shape for unit in (*units, more)} == {model.shape("cpu")}
+        assert {unit.model(model.name).shape for unit in (*units, more)} == {model.shape}
         assert (model.name in told.rolling) == model.rolls
         if model.has_own_unit:
             assert {len(unit.models) for unit in units} == {1}
@@ -449,24 +448,22 @@ class TestPlanFiles:
 
 
 class TestAuto:
-    """Models that leave their engines open have the device's own where no plan has chosen others."""
+    """Models that leave their engines open have one where no plan has chosen others."""
 
-    @pytest.mark.parametrize("shape", ["split", "one"])
     @pytest.mark.parametrize("open_model", ["engines: auto", ""])
-    def test_on_a_cpu(self, monkeypatch: pytest.MonkeyPatch, shape: ShapeName, open_model: str) -> None:
-        monkeypatch.setitem(DEFAULT_SHAPES, "cpu", shape)
+    def test_on_a_cpu(self, open_model: str) -> None:
         planner = FleetPlanner(fleet(open_model, "engines: one, stages: 2"), MACHINE, lambda: NONE)
         told = deployed(planner.fleet, planner.at_start())
         assert [(u.unit_spec.policy, u.unit_spec.stages) for u in told.units] == [("slack", 1), ("free", 2)]
         # Who leaves it out does not hear of it.
-        assert planner.reasons == [f"`engines: auto` of arithmetic is {shape} on a CPU"] * bool(open_model)
-        assert told.units[0].unit_spec.model("arithmetic").shape == shape
+        assert planner.reasons == ["`engines: auto` of arithmetic is one on a CPU"] * bool(open_model)
+        assert told.units[0].unit_spec.model("arithmetic").shape == "one"
 
     def test_on_gpus_the_user_hears_what_chooses(self) -> None:
         planner = FleetPlanner(only("engines: auto", head="cluster: {gpus: 1}"), MACHINE, lambda: H200)
-        assert planned_unit(planner.at_start()[0], "/run").unit_spec.policy == "slack"
+        assert planned_unit(planner.at_start()[0], "/run").unit_spec.policy == "free"
         (reason,) = planner.reasons
-        assert reason.startswith("`engines: auto` of arithmetic is split without a plan; `muxserve plan -o`")
+        assert reason.startswith("`engines: auto` of arithmetic is one without a plan; `muxserve plan -o`")
 
     def test_where_memory_decides_it_is_one(self) -> None:
         head = "cluster: {gpus: 1}\nmemory: auto"
@@ -486,10 +483,9 @@ class TestAuto:
         told = deployed(planner.fleet, planner.at_start())
         said: list[str] = []
         added = only("engines: auto", "atlas")
-        shape = DEFAULT_SHAPES["cpu"]
         addition = ScaleOut(planner).addition(added, iter(["u1"]).__next__, told, said.append)
-        assert [unit.unit_spec.policy for unit in addition.units] == ["slack" if shape == "split" else "free"]
-        assert said[0] == f"`engines: auto` of atlas is {shape} on a CPU"
+        assert [unit.unit_spec.policy for unit in addition.units] == ["free"]
+        assert said[0] == "`engines: auto` of atlas is one on a CPU"
 
 
 def test_whatever_keeps_a_model_from_being_added_it_is_declared_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

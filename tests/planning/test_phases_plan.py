@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from muxserve.cli.app import app
 from muxserve.config import Fleet, load_fleet
-from muxserve.config.schema import DEFAULT_SHAPES
 from muxserve.planning.candidates.dedicated_units import (
     FreeDevices,
     OpenLayout,
@@ -250,8 +249,8 @@ class TestCommand:
         )
         code, out, err = run(fleet, "--json")
         assert code == 0, err
-        assert [unit["models"][0]["engines"] for unit in json.loads(out)["units"]] == [DEFAULT_SHAPES["cpu"]]
-        assert f"`engines: auto` of a is {DEFAULT_SHAPES['cpu']} on a CPU" in err
+        assert [unit["models"][0]["engines"] for unit in json.loads(out)["units"]] == ["one"]
+        assert "`engines: auto` of a is one on a CPU" in err
 
 
 class TestOpenModels:

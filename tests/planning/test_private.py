@@ -13,7 +13,6 @@ from muxserve.cli.app import app
 from muxserve.cli.output import quota_words
 from muxserve.cluster.machine import this_machine
 from muxserve.config import FleetError, parse_fleet
-from muxserve.config.schema import DEFAULT_SHAPES
 from muxserve.gpu.nvml import Gpu, GpuMachine
 from muxserve.planning.demand.demands import demands_of
 from muxserve.planning.specs.fleet_planner import FleetPlanner
@@ -67,7 +66,7 @@ def test_auto_is_private_where_the_pool_cannot_hold_the_cache(tmp_path: Path) ->
     found = unit(tmp_path)
     other, pooled = spec_of(found), spec_of(found, "pooled")
     assert (other.kv, other.engines, other.kv_heads, other.pages_per_block) == ("private", ("both",), 0, 0)
-    assert (pooled.kv, pooled.shape, pooled.kv_bytes) == ("pool", DEFAULT_SHAPES["cpu"], 0)
+    assert (pooled.kv, pooled.shape, pooled.kv_bytes) == ("pool", "one", 0)
     # Both are asked for alike: each has half of what there is.
     assert other.kv_bytes == found.unit.pool_bytes == 256 << 20
     profile = model_profile(other)

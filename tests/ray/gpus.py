@@ -88,7 +88,8 @@ def fleet_of(address: str, keys: str = "gpus: 4, gpu_type: A10, sm_sharing: mps"
     text = (
         f'cluster: {{{keys}, cores: 1, launcher: ray, ray: {{address: "{address}"}}}}\n'
         f"models:\n"
-        f"  - {{name: {MODEL}, path: models/{MODEL}, rate: 4, replicas: 2, sm: {{prefill: 0.7, decode: 0.3}}}}\n"
+        f"  - {{name: {MODEL}, path: models/{MODEL}, rate: 4, replicas: 2, engines: split,\n"
+        "     sm: {prefill: 0.7, decode: 0.3}}\n"
     )
     return parse_fleet(text, "fleet.yaml", ROOT / "configs", {})
 

@@ -9,7 +9,6 @@ from muxserve.config import Fleet, Model
 from muxserve.costs.architecture import ModelArchitecture
 from muxserve.vllm.args import NGRAM
 from placement.demand import Demand
-from placement.unit_types import Device
 
 # What a model with a cache of its own does without.
 LOST = (
@@ -27,18 +26,18 @@ def private_because(model: Model, architecture: ModelArchitecture) -> str:
     return architecture.private or _drafts(model)
 
 
-def has_one_engine(fleet: Fleet, model: Model, architecture: ModelArchitecture, device: Device) -> bool:
+def has_one_engine(model: Model, architecture: ModelArchitecture) -> bool:
     """Whether a model of the fleet has one engine of both phases, where no plan says more of its engines. One that
     answers with vectors has an engine for prefill alone."""
     if architecture.pooling:
         return False
-    return fleet.shape_of(model, device) == "one" or bool(private_because(model, architecture))
+    return model.shape == "one" or bool(private_because(model, architecture))
 
 
-def with_shapes(fleet: Fleet, demands: Sequence[Demand], device: Device) -> list[Demand]:
+def with_shapes(fleet: Fleet, demands: Sequence[Demand]) -> list[Demand]:
     """The demands of models of the fleet, with the engines that these have where no plan says more of them."""
     models = [fleet.model(each.name) for each in demands]
-    one = [has_one_engine(fleet, model, each.architecture, device) for model, each in zip(models, demands, strict=True)]
+    one = [has_one_engine(model, each.architecture) for model, each in zip(models, demands, strict=True)]
     return [replace(each, shape="one" if alone else "split") for each, alone in zip(demands, one, strict=True)]
 
 

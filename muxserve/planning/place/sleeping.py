@@ -196,7 +196,7 @@ def _demands(fleet: Fleet, demands: Sequence[Demand], cluster: Cluster) -> list[
         replace(each, max_num_seqs=batch.seqs, max_num_batched_tokens=batch.tokens)
         for each, batch in zip(demands, batches, strict=True)
     ]
-    return with_shapes(fleet, sized, "cuda")
+    return with_shapes(fleet, sized)
 
 
 def _placed(fleet: Fleet, demands: Sequence[Demand]) -> tuple[tuple[PlacedModel, ...], str]:

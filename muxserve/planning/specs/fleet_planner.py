@@ -81,7 +81,6 @@ from muxserve.spec import (
 from placement import Machine, pool_groups
 from placement.cluster import PlacedUnit
 from placement.format import enumerate_words
-from placement.unit_types import Device
 
 
 class FleetPlanner:
@@ -174,11 +173,9 @@ class FleetPlanner:
 
     def tell_engines(self, fleet: Fleet) -> None:
         """Say what models have whose file asks for a choice of their engines: without a plan there is none."""
-        device: Device = "cuda" if self._wants_gpus else "cpu"
         for model in fleet.models:
             if asks_for_choice(model):
-                shape = fleet.shape_of(model, device)
-                self.reasons.append(f"`engines: auto` of {model.name} is {shape} {self._without_choice}")
+                self.reasons.append(f"`engines: auto` of {model.name} is {model.shape} {self._without_choice}")
 
     @property
     def _without_choice(self) -> str:
@@ -240,7 +237,7 @@ class FleetPlanner:
         fleet, gpus = self.fleet, self._chosen
         rules, smallest = resident_rules(fleet, gpus), min(gpu.memory_bytes for gpu in gpus)
         asked = demands_of(fleet, Path(), self._hub, [(gpu.name, gpu.memory_bytes) for gpu in gpus])
-        demands = with_shapes(fleet, asked, "cuda")
+        demands = with_shapes(fleet, asked)
         always = frozenset(model.name for model in fleet.models if model.keep == "always")
         size = fleet.kv_pool.size
         pool = size if isinstance(size, int) else int(LEAST_POOL_PART * rules.utilisation * smallest)

@@ -77,7 +77,7 @@ def gpu_unit(fleet: Fleet, found: GpuMachine, hub: Hub | None = None, placed: Pl
     one_engine = tuple(
         model.name
         for model, demand in zip(fleet.models, demands, strict=True)
-        if has_one_engine(fleet, model, demand.architecture, "cuda")
+        if has_one_engine(model, demand.architecture)
     )
     alone = len(one_engine) == len(fleet.models) == 1
     stages, problem = stages_of(fleet, fleet.models[0], len(gpus))

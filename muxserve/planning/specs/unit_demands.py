@@ -61,7 +61,7 @@ def model_demands(
         if words := no_choice(model, architecture):
             problems.append(fleet.model_problem(model.name, "engines", words))
         device: Device = "cpu" if gpu is None else "cuda"
-        private, one_engine = private_because(model, architecture), has_one_engine(fleet, model, architecture, device)
+        private, one_engine = private_because(model, architecture), has_one_engine(model, architecture)
         if words := unpooled(model, architecture):
             problems.append(fleet.model_problem(model.name, "kv", words))
         asked = demand_of(model, architecture, gpu is not None, batch_of(model, CPU_BATCH))
