@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,7 @@ import msgspec
 import openai
 import pytest
 
+from muxserve.gateway.http import responses as responses_module
 from muxserve.gateway.http.errors import RequestError
 from muxserve.gateway.http.responses import ResponseStore, StoredResponse
 from muxserve.spec import ResponsesSpec, TenantSpec
@@ -109,6 +111,35 @@ def test_a_fleet_that_takes_over_leaves_the_one_before_to_finish_what_it_makes(t
     assert found.status == "completed"
     before.close()
     after.close()
+
+
+def test_the_end_of_a_response_in_the_background_is_written_as_soon_as_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responses_module, "LOCKED_SECONDS", 0.01)
+    store, _ = store_in(tmp_path, max_bytes=100)
+    store.save("one", "resp_1", kept("in_progress", size=30))
+    other = sqlite3.connect(tmp_path / "responses.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    store.save("one", "resp_1", kept(size=40))
+    store.save("one", "at once", kept(size=40))  # its client has it
+    other.execute("COMMIT")
+    other.close()
+    store.write_rest()
+    found = store.find("one", "resp_1")
+    assert found is not None
+    assert found.status == "completed"
+    assert store.find("one", "at once") is None
+    assert not store._unwritten
+    assert not store._running
+    # One that may not be kept ends all the same.
+    store.save("one", "resp_2", kept("in_progress", size=30))
+    store.save("one", "resp_2", kept(size=101))
+    found = store.find("one", "resp_2")
+    assert found is not None
+    assert found.status == "failed"
+    assert "more than this server keeps" in msgspec.json.decode(found.response)["error"]["message"]
+    store.close()
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:

@@ -63,11 +63,10 @@ _SAVE = """
 INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET
     status = excluded.status, size = excluded.size, response = excluded.response, messages = excluded.messages
 """
-_INTERRUPTED = """
+_FAIL = """
 UPDATE responses SET status = 'failed', response = json_set(response, '$.status', 'failed', '$.error',
-    json_object('code', 'server_error', 'message', 'the server ended before this response was complete'))
-WHERE status IN ('queued', 'in_progress') AND (gateway = ? OR gateway >= ?)
-"""
+    json_object('code', 'server_error', 'message', ?))
+WHERE status IN ('queued', 'in_progress') AND """
 _ENDED = "status NOT IN ('queued', 'in_progress')"
 
 
@@ -113,13 +112,17 @@ class ResponseStore:
         self._spec = spec
         self._gateway = gateway
         self._clock = clock
+        # What has become of background responses, as far as that could not be written.
+        self._unwritten: dict[tuple[str, str], StoredResponse] = {}
+        self._running: set[tuple[str, str]] = set()
         try:
             # Conversations are nobody else's; what SQLite puts beside the file gets its mode.
             os.close(os.open(spec.file, os.O_CREAT | os.O_RDWR, 0o600))
             self._db = self._open()
             if not taking_over:
+                words = "the server ended before this response was complete"
                 with transaction(self._db):
-                    self._db.execute(_INTERRUPTED, (gateway, count))
+                    self._db.execute(f"{_FAIL}(gateway = ? OR gateway >= ?)", (words, gateway, count))
         except (OSError, sqlite3.Error) as error:
             raise OSError(f"responses cannot be kept in {spec.file}: {error}") from None
 
@@ -137,19 +140,40 @@ class ResponseStore:
     def save(self, owner: str, name: str, made: StoredResponse) -> None:
         """Keep a response, or what has become of it. The oldest ones go where there is no room.
 
-        If it cannot be kept, the log says so; the client has its answer all the same.
+        If it cannot be kept, the log says so; the client has its answer all the same. The end of a response in the
+        background, for which clients wait, is written as soon as it can be.
         """
-        size = len(made.response.encode()) + len(made.messages.encode())
-        if size > self._spec.max_bytes:
-            log.warning("response %s has %d bytes, more than may be kept", name, size)
-            return
-        row = (owner, name, made.model, made.format, made.gateway, made.status, self._clock(), size)
+        key = owner, name
         try:
-            with transaction(self._db):
-                self._db.execute(_SAVE, (*row, made.response, made.messages))
-                self._make_room((owner, name))
+            self._write(key, made)
         except sqlite3.Error as error:
             log.error("response %s cannot be kept in %s: %s", name, self._spec.file, error)
+            if key in self._running:
+                self._unwritten[key] = made
+            return
+        self._unwritten.pop(key, None)
+        if made.is_running:
+            self._running.add(key)
+        else:
+            self._running.discard(key)
+
+    def _write(self, key: tuple[str, str], made: StoredResponse) -> None:
+        owner, name = key
+        size = len(made.response.encode()) + len(made.messages.encode())
+        with transaction(self._db):
+            if size > self._spec.max_bytes:
+                log.warning("response %s has %d bytes, more than may be kept", name, size)
+                words = f"this response has {size} bytes, more than this server keeps"
+                self._db.execute(f"{_FAIL}owner = ? AND id = ?", (words, owner, name))
+                return
+            row = (owner, name, made.model, made.format, made.gateway, made.status, self._clock(), size)
+            self._db.execute(_SAVE, (*row, made.response, made.messages))
+            self._make_room(key)
+
+    def write_rest(self) -> None:
+        """Try again to write the ends of responses that could not be written."""
+        for (owner, name), made in [*self._unwritten.items()]:
+            self.save(owner, name, made)
 
     def delete(self, owner: str, name: str) -> None:
         """Keep a response no longer.
@@ -164,6 +188,7 @@ class ResponseStore:
         """Delete what is too old, and bring the file up to date, again and again."""
         while True:
             await asyncio.sleep(TIDY_SECONDS)
+            self.write_rest()
             try:
                 await asyncio.to_thread(self.tidy)
             except sqlite3.Error as error:
@@ -181,6 +206,7 @@ class ResponseStore:
 
     def close(self) -> None:
         """Close the file."""
+        self.write_rest()
         self._db.close()
 
     @property
