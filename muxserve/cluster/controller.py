@@ -34,7 +34,7 @@ from muxserve.cluster.watch import Watch
 from muxserve.config import Fleet
 from muxserve.control.previous import PreviousFleet
 from muxserve.control.server import ControlServer
-from muxserve.control.tries import FileTries, Followed
+from muxserve.control.tries import ApplyOutcome, FileTries
 from muxserve.control.watch import FileWatch
 from muxserve.net.exit_codes import ExitCode
 from muxserve.net.logs import keep_bounded
@@ -150,7 +150,7 @@ class Controller:
                     at = datetime.now().astimezone() + timedelta(seconds=pause)
                     self.changes.unfollowed(f"{self.fleet.unfollowed}\n{file} is tried again at {at:%H:%M:%S %Z}")
 
-    def reload(self, file: Path, told: Callable[[str], None]) -> asyncio.Task[Followed] | None:
+    def reload(self, file: Path, told: Callable[[str], None]) -> asyncio.Task[ApplyOutcome] | None:
         """Become what `file` says now; `told` hears what is done for that. None: the fleet is not ready for it."""
         if self._control is not None and self.ready.is_set() and not self._stopping.is_set():
             return self._spawn(self._control.reload(file, told))

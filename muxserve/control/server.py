@@ -27,7 +27,7 @@ from muxserve.control.changes import (
     WrongCommandError,
 )
 from muxserve.control.client import RunningFleet
-from muxserve.control.tries import Followed
+from muxserve.control.tries import ApplyOutcome
 from muxserve.net.sockets import bind_local
 from muxserve.spec import FleetSpec, UnitEntry, public_name
 from placement.format import enumerate_words
@@ -177,7 +177,7 @@ class ControlServer:
                     await self._control.remove(model, tell)
                     return messages.Done(f"{model} is served no longer")
 
-    async def _apply(self, command: messages.Apply, tell: Tell) -> tuple[messages.Done, Followed]:
+    async def _apply(self, command: messages.Apply, tell: Tell) -> tuple[messages.Done, ApplyOutcome]:
         """Settings first, which cannot fail for want of room; then what frees something, then what takes it. What has
         been done stays: another try goes on from there. Versions without room are left, and have failed."""
         control, base = self._control, command.base or self._base
@@ -192,9 +192,9 @@ class ControlServer:
             await self._look_for_room(plan, wanted.with_models([wanted.model(name)]), command.in_place, tell)
         lines, left = plan.lines(), plan.left()
         if command.dry_run:
-            return messages.Done("\n".join([*lines, *left]) or SAME, left), Followed.DONE
+            return messages.Done("\n".join([*lines, *left]) or SAME, left), ApplyOutcome.DONE
         if not lines and not left:
-            return messages.Done(SAME), Followed.DONE
+            return messages.Done(SAME), ApplyOutcome.DONE
         for line in [*lines, *left]:
             tell(line)
         if plan.settings:
@@ -220,7 +220,7 @@ class ControlServer:
             await control.remove(last, tell)
         parts = [f"{_changes(len(lines))} made"] if lines else []
         parts += [f"{_changes(len(left))} marked ! not made"] if left else []
-        return messages.Done("; ".join(parts), left), Followed.FAILED if plan.refused else Followed.DONE
+        return messages.Done("; ".join(parts), left), ApplyOutcome.FAILED if plan.refused else ApplyOutcome.DONE
 
     async def _look_for_room(self, plan: ChangePlan, model: Fleet, in_place: bool, tell: Tell) -> None:
         """Whether there is room for another version of a model beside the one that serves; only where there is none is
@@ -248,7 +248,7 @@ class ControlServer:
             tell(f"no room for both versions: {error}")
             await self._control.replace(model, tell, in_place=True)
 
-    async def reload(self, file: Path, told: Tell) -> Followed:
+    async def reload(self, file: Path, told: Tell) -> ApplyOutcome:
         """Have the fleet become what `file` says, with the variables of this process, and tell how that went; what it
         does not become stands in its status."""
         try:
@@ -263,12 +263,12 @@ class ControlServer:
             told(f"{file} is not followed: {error}")
             self._control.unfollowed(str(error))
             wrong = isinstance(error, (FleetError, WrongCommandError)) and not isinstance(error, MissingFileError)
-            return Followed.WRONG if wrong else Followed.FAILED
+            return ApplyOutcome.WRONG if wrong else ApplyOutcome.FAILED
         except Exception as error:
             log.exception("the fleet file could not be followed")
             told(f"{file} could not be followed: {type(error).__name__}: {error}")
             self._control.unfollowed(f"failed: {type(error).__name__}: {error}")
-            return Followed.FAILED
+            return ApplyOutcome.FAILED
 
     def _watch_borrower(self) -> None:
         borrower = self._borrower()

@@ -8,7 +8,7 @@ from enum import Enum
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0
 
 
-class Followed(Enum):
+class ApplyOutcome(Enum):
     """What came of applying a fleet file."""
 
     # The fleet is as the file says, but for what needs a start.
@@ -41,9 +41,9 @@ class FileTries:
         self._due = None
         return True
 
-    def ended(self, followed: Followed, now: float) -> float | None:
+    def ended(self, followed: ApplyOutcome, now: float) -> float | None:
         """A try has come to that; the seconds until the next one, None: there is none before the file changes."""
-        if followed is not Followed.FAILED:
+        if followed is not ApplyOutcome.FAILED:
             return None
         pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self._failures, 30))
         self._failures += 1

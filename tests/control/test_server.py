@@ -16,7 +16,7 @@ from muxserve.control import server as server_module
 from muxserve.control.changes import NoRoomError
 from muxserve.control.client import ControlClient, FleetEndedError, NoFleetError, RunningFleet, find, running_fleets
 from muxserve.control.server import ControlServer
-from muxserve.control.tries import Followed
+from muxserve.control.tries import ApplyOutcome
 from muxserve.net import sockets
 from muxserve.replicas.scaling import ScalingRules
 from muxserve.scheduling.residency_types import ResidencyRules
@@ -523,27 +523,27 @@ async def test_the_status_says_what_of_its_file_a_fleet_is_not(tmp_path: Path) -
     server, told = ControlServer(control, lambda: ""), list[str]()
     file = tmp_path / "fleet.yaml"
 
-    async def reload(text: str) -> tuple[str, Followed]:
+    async def reload(text: str) -> tuple[str, ApplyOutcome]:
         file.write_text(text)
         told.clear()
         followed = await server.reload(file, told.append)
         return control.fleet.unfollowed, followed
 
     good = f"models: [{CHAT}, {CODE}]\n"
-    assert await reload(good) == ("", Followed.DONE)
+    assert await reload(good) == ("", ApplyOutcome.DONE)
     assert told == [f"{file}: the fleet is as the file says"]
     unknown = f'{file}:2: polici: unknown key; did you mean "policy"?'
-    assert await reload(good + "polici: fcfs\n") == (unknown, Followed.WRONG)
+    assert await reload(good + "polici: fcfs\n") == (unknown, ApplyOutcome.WRONG)
     assert control.calls == []
     left = "! policy: slack -> fcfs; needs the fleet deployed again"
-    assert await reload(good + "policy: fcfs\n") == (left, Followed.DONE)
+    assert await reload(good + "policy: fcfs\n") == (left, ApplyOutcome.DONE)
     control.fails["adopt",] = broken("a disk is full")
-    assert await reload(good + "aliases: {front: chat}\n") == ("a disk is full", Followed.FAILED)
-    assert await reload(good) == ("", Followed.DONE)
+    assert await reload(good + "aliases: {front: chat}\n") == ("a disk is full", ApplyOutcome.FAILED)
+    assert await reload(good) == ("", ApplyOutcome.DONE)
     control.fails["adopt",] = RuntimeError("odd")
-    assert await reload(good + "aliases: {front: chat}\n") == ("failed: RuntimeError: odd", Followed.FAILED)
+    assert await reload(good + "aliases: {front: chat}\n") == ("failed: RuntimeError: odd", ApplyOutcome.FAILED)
     file.unlink()
-    assert await server.reload(file, told.append) is Followed.WRONG
+    assert await server.reload(file, told.append) is ApplyOutcome.WRONG
     assert control.fleet.unfollowed == f"{file}: there is no such file"
     await server.close()
 
@@ -554,19 +554,19 @@ async def test_only_what_stands_beside_a_file_may_be_mended_without_it(tmp_path:
     file = tmp_path / "fleet.yaml"
     absent = f"models: [{CHAT}, {CODE}, {{name: late, path: late}}]\n"
     file.write_text(absent)
-    assert await server.reload(file, told.append) is Followed.FAILED
+    assert await server.reload(file, told.append) is ApplyOutcome.FAILED
     assert control.fleet.unfollowed == f"{file}:1: models[2].path: {tmp_path / 'late'} does not exist"
     # The file itself has a mistake, too.
     file.write_text(absent + "polici: fcfs\n")
-    assert await server.reload(file, told.append) is Followed.WRONG
+    assert await server.reload(file, told.append) is ApplyOutcome.WRONG
     # It comes piece by piece.
     file.write_text(absent)
     whole, late = write_checkpoint(tmp_path / "whole"), tmp_path / "late"
     late.mkdir()
     for part in ("config.json", "model.safetensors", "tokenizer.json"):
-        assert await server.reload(file, told.append) is Followed.FAILED
+        assert await server.reload(file, told.append) is ApplyOutcome.FAILED
         (late / part).write_bytes((whole / part).read_bytes())
-    assert await server.reload(file, told.append) is Followed.DONE
+    assert await server.reload(file, told.append) is ApplyOutcome.DONE
     assert control.fleet.served_names == ["chat", "code", "late"]
     await server.close()
 
@@ -577,10 +577,10 @@ async def test_versions_that_have_no_room_at_present_are_tried_again(tmp_path: P
     file = tmp_path / "fleet.yaml"
     file.write_text(f"models: [{CHAT[:-1]}, revision: v2}}, {CODE}]\n")
     control.full["chat", False] = NoRoomError("a GPU is full")
-    assert await server.reload(file, told.append) is Followed.FAILED
+    assert await server.reload(file, told.append) is ApplyOutcome.FAILED
     assert "no room for both versions (a GPU is full)" in control.fleet.unfollowed
     control.full.clear()
-    assert await server.reload(file, told.append) is Followed.DONE
+    assert await server.reload(file, told.append) is ApplyOutcome.DONE
     assert control.fleet.unfollowed == ""
     await server.close()
 
