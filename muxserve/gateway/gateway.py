@@ -63,6 +63,8 @@ log = logging.getLogger(__name__)
 
 # OpenTelemetry's own names for where traces go.
 TRACE_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+# A change of the fleet that could not be followed is tried again after so long.
+AGAIN_SECONDS = 2.0
 # The global registry's metrics of the process; all others carry a model's name that may be another's.
 GLOBAL_METRICS = ("process_",)
 
@@ -213,20 +215,23 @@ class Gateway:
             self.tracing.close()
 
     async def _follow(self) -> None:
+        followed = True
         while True:
             await self._changed.wait()
             self._changed.clear()
             try:
                 fleet = load_fleet(self.fleet.file)
+                if fleet != self.fleet or not followed:
+                    self._adopt(fleet)
+                followed = True
+                continue
             except (OSError, msgspec.MsgspecError) as error:
-                log.error("%s cannot be read, so nothing changes: %s", self.fleet.file, error)
-                continue
-            if fleet == self.fleet:
-                continue
-            try:
-                self._adopt(fleet)
+                log.error("%s cannot be followed, and is read again: %s", self.fleet.file, error)
             except Exception:  # what is served already goes on
-                log.exception("a change of the fleet could not be followed")
+                log.exception("a change of the fleet could not be followed, and is tried again")
+            followed = False
+            # Keys may have been taken away with it.
+            asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._changed.set)
 
     def _adopt(self, fleet: FleetSpec) -> None:
         """Be the gateway of `fleet` from now on. Front ends that this takes are built by and by."""
