@@ -219,19 +219,25 @@ class Gateway:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            try:
-                fleet = load_fleet(self.fleet.file)
-                if fleet != self.fleet or not followed:
-                    self._adopt(fleet)
-                followed = True
-                continue
-            except (OSError, msgspec.MsgspecError) as error:
-                log.error("%s cannot be followed, and is read again: %s", self.fleet.file, error)
-            except Exception:  # what is served already goes on
-                log.exception("a change of the fleet could not be followed, and is tried again")
-            followed = False
-            # Keys may have been taken away with it.
-            asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._changed.set)
+            followed = self._take_in(followed)
+            if not followed:
+                # Keys may have been taken away with it.
+                asyncio.get_running_loop().call_later(AGAIN_SECONDS, self._changed.set)
+
+    def _take_in(self, followed: bool) -> bool:
+        """Be the gateway of the fleet that its file has; whether it is. `followed`: whether it was the last time."""
+        try:
+            fleet = load_fleet(self.fleet.file)
+        except (OSError, msgspec.MsgspecError) as error:
+            log.error("%s cannot be read, so nothing changes before it can: %s", self.fleet.file, error)
+            return False
+        try:
+            if fleet != self.fleet or not followed:
+                self._adopt(fleet)
+        except Exception:  # what is served already goes on
+            log.exception("a change of the fleet could not be followed, and is tried again")
+            return False
+        return True
 
     def _adopt(self, fleet: FleetSpec) -> None:
         """Be the gateway of `fleet` from now on. Front ends that this takes are built by and by."""
