@@ -56,6 +56,7 @@ from muxserve.simulator import SimulationError
 from muxserve.workload import Workload, check_fits
 from placement.cluster import Cluster
 from placement.demand import Demand
+from placement.format import format_size
 from placement.improve import ImproveLimits
 from placement.memory import MemoryRules
 from placement.objective import OBJECTIVES, Objective
@@ -282,6 +283,13 @@ class Planner:
         found.plan = replace(found.plan, placement=replace(placement, units=units))
         demands = {demand.name: demand for demand in found.plan.demands}
         words = [each for unit in units for each in refused(self.fleet, unit, demands, machine)]
+        size = self.fleet.kv_pool.size
+        words += [
+            f"`muxserve deploy` refuses kv_pool.size: {unit.name} has {format_size(unit.kv_bytes)} for it, and not "
+            f"{format_size(size)}"
+            for unit in placement.units
+            if isinstance(size, int) and unit.kv_bytes < size
+        ]
         found.notes = [*found.notes, *dict.fromkeys(words)]
         return found
 

@@ -18,6 +18,7 @@ from muxserve.planning.specs.gpus import pretended_gpus
 from muxserve.planning.specs.plan_file import load_plan, save_plan
 from muxserve.planning.specs.unit_plan import ResolvedUnit
 from muxserve.simulator import SimUnit, mode_of
+from muxserve.spec import ShapeName
 from placement import Machine
 from placement.cluster import Cluster, Node, PlacedModel, PlacedUnit, Placement
 
@@ -95,6 +96,32 @@ def test_a_plan_that_is_not_served_is_not_simulated(tmp_path: Path, head: str, m
     for ask in (deployed, simulated):
         with pytest.raises(FleetError, match=why):
             ask(file, tmp_path / "plan.yaml")
+
+
+@pytest.mark.parametrize(("size", "kv"), [("1GiB", 1 << 30), ("auto", 8 << 30)])
+@pytest.mark.parametrize("shape", ["one", "split"])
+def test_a_unit_on_some_of_the_fleet_s_gpus_with_the_pool_of_the_file(
+    tmp_path: Path, size: str, kv: int, shape: ShapeName
+) -> None:
+    """As `--objective gpus` plans it. One engine that is alone has all SMs, and nobody withholds a lease."""
+    file = fleet_file(tmp_path, "gpus: 3, gpu_type: H100", f"name: a, path: {MODELS / 'atlas'}")
+    file.write_text(f"kv_pool: {{ size: {size} }}\n{file.read_text()}")
+    unit = PlacedUnit("unit0", "H100-80GB", (1,), (PlacedModel("a", 1.0, 0.6, 0.3, shape),), 8 << 30)
+    save_plan(Placement(Cluster((Node("H100-80GB", 3),)), (unit,)), tmp_path / "plan.yaml")
+    (live,), (made,) = deployed(file, tmp_path / "plan.yaml"), simulated(file, tmp_path / "plan.yaml")
+    assert live.gpu is not None
+    assert (live.gpu.ranks, made.policy) == (1, live.policy)
+    if size != "auto":
+        assert live.unit.kv_bytes == pytest.approx(kv, rel=0.001)
+    assert sum(pool.pages * pool.page_bytes for pool in made.pools) == pytest.approx(kv, rel=0.001)
+    own, share = made.models[0].profile.engines, live.gpu.shares["a"]
+    assert (own.prefill_share, own.decode_share) == (share.prefill, share.decode)
+
+
+def test_a_pool_that_a_plan_leaves_no_room_for_is_told(tmp_path: Path) -> None:
+    file = fleet_file(tmp_path, "gpus: 1, gpu_type: H100", f"name: a, path: {checkpoint(tmp_path / 'llama')}, {SLO}")
+    file.write_text(f"kv_pool: {{ size: 70GiB }}\n{file.read_text()}")
+    assert "`muxserve deploy` refuses kv_pool.size: unit0 has " in planned(file, "--seconds", 0, "--simulate", 0)
 
 
 def test_graphs_for_every_share_have_room(tmp_path: Path) -> None:

@@ -317,7 +317,7 @@ class FleetPlanner:
         devices = sorted(number for unit in units for number in unit.devices)
         have = len(cluster.gpu_ids) or cluster.gpus
         several = len(units) > 1 or have > len(devices)
-        if self._wants_gpus and (have < len(devices) or (have != len(devices) and len(units) == 1)):
+        if self._wants_gpus and have < len(devices):
             what = f"unit has {len(devices)} GPUs" if len(units) == 1 else f"units have {len(devices)} GPUs"
             raise wrong(plan_file, f"the plan's {what}, the fleet file {have}; make it anew")
         self._choose(have or len(devices))

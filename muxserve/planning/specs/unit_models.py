@@ -92,11 +92,17 @@ def as_placed(fleet: Fleet, unit: PlacedUnit, cores: int) -> Fleet:
 
 
 def as_deployed(fleet: Fleet, unit: PlacedUnit) -> PlacedUnit:
-    """A planned unit as `muxserve deploy` serves it: on GPUs the shares of the SMs that the fleet file gives a model go
-    before the plan's, and without MPS ranks of several engines would not compute at the same time, so that one engine
-    does (`GpuUnit.one_at_a_time`). An engine that has its devices to itself has all of them."""
-    if unit.device == CPU or unit.alone:
+    """A planned unit as `muxserve deploy` serves it on GPUs. What the fleet file says of the KV pool's size and of the
+    shares of a model's engines goes before the plan; without MPS ranks of several engines would not compute at the same
+    time, so that one engine does (`GpuUnit.one_at_a_time`). An engine that has its GPUs to itself has all of them, and
+    waits for nobody."""
+    if unit.device == CPU:
         return unit
+    if isinstance(fleet.kv_pool.size, int):
+        unit = replace(unit, kv_bytes=min(unit.kv_bytes, fleet.kv_pool.size))
+    if unit.alone:
+        models = tuple(replace(each, prefill_share=1.0, decode_share=1.0) for each in unit.models)
+        return replace(unit, models=models, policy=unit.policy if unit.rolls else "free")
     given = {each.model: fleet.model(each.model).sm for each in unit.models}
     models = tuple(
         replace(
