@@ -28,7 +28,8 @@ from tests.cuda_stub.stand_ins import ROOT, WHEELS
 from tests.cuda_stub.trace import Trace
 from tests.e2e.fleet import Fleet
 from tests.support.patience import PATIENCE
-from tests.support.tiny_checkpoint import Kind, tiny_checkpoint
+from tests.support.tiny_checkpoint import Kind, data_url, tiny_checkpoint
+from tests.support.tiny_seeing import tiny_seeing
 
 pytestmark = pytest.mark.skipif(not (WHEELS / ".installed").exists(), reason="needs vLLM's CUDA build: make cuda-stub")
 
@@ -334,6 +335,31 @@ def test_a_model_with_a_private_cache_shares_a_gpu(deploy: Start) -> None:
             assert through(fleet, "arithmetic", partial(fleet.kill, *words)) == TOKENS
             fleet.wait_healthy()
         assert length(stream(fleet, "atlas")) == TOKENS
+
+
+def test_a_model_with_a_private_cache_sees_images(deploy: Start) -> None:
+    """All of Qwen2.5-VL, through the death of its engine."""
+    parts = [{"type": "image_url", "image_url": {"url": data_url(100, 80)}}, {"type": "text", "text": PROMPT}]
+    asked: Any = [{"role": "user", "content": parts}]
+    with deploy(model("seeing", path=str(tiny_seeing("qwen2_5_vl")), kv="private"), gpus=1, mps="off") as fleet:
+        (found,) = fleet.get("/fleet").json()["models"]
+        assert found["kv"] == "private"
+
+        def begin() -> openai.Stream[Any]:
+            return fleet.client.chat.completions.create(
+                model="seeing",
+                messages=asked,
+                max_tokens=TOKENS,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"ignore_eos": True},
+            )
+
+        assert length(begin()) == TOKENS
+        answer = begin()
+        next(answer)
+        fleet.kill("seeing/both")
+        assert length(answer) == TOKENS
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -6,8 +6,6 @@ Vectors of the texts of `test_pooling`, with `GENERATING` the texts of `test_ada
 
 from __future__ import annotations
 
-import base64
-import io
 import os
 import shutil
 import sys
@@ -19,7 +17,7 @@ from typing import Any
 from tests.e2e.fleet import ROOT
 from tests.engine.stock import write_each
 from tests.support.tiny_adapter import write_adapter
-from tests.support.tiny_checkpoint import CACHE, Kind, picture, tiny_checkpoint
+from tests.support.tiny_checkpoint import CACHE, Kind, data_url, tiny_checkpoint
 from tests.support.tiny_seeing import tiny_seeing
 
 # By name in the fleet. The first three keep KV while they compute, the others do not.
@@ -76,10 +74,7 @@ def messages(index: int) -> list[dict[str, Any]]:
     text, sizes = CHATS[index]
     parts: list[dict[str, Any]] = []
     for size in sizes:
-        with io.BytesIO() as file:
-            picture(*size).save(file, "PNG")
-            url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-        parts.append({"type": "image_url", "image_url": {"url": url}})
+        parts.append({"type": "image_url", "image_url": {"url": data_url(*size)}})
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 

@@ -62,10 +62,6 @@ SEEN: dict[str, tuple[str, list[tuple[int, int]], dict[str, Any]]] = {
     "none": ("What is 12 + 7?", [], {"max_tokens": 40, "ignore_eos": True}),
     "long-none": (LONG, [], {"max_tokens": 24, "temperature": 1.0, "seed": 5, "ignore_eos": True}),
 }
-# The same to one that takes one image, and has no token for its place.
-SEEN_FIRST = {
-    name: (text.replace("<image>", ""), sizes, params) for name, (text, sizes, params) in SEEN.items() if len(sizes) < 2
-}
 # What models with random weights are asked; their answers are no more than noise.
 NOISE = ["greedy", "chunked", "seed", "penalties", *GROWN]
 

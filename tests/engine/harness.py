@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -94,9 +95,10 @@ MULTI_MODAL: dict[str, Callable[[], Path]] = {
 }
 # Those that see images.
 SEEING: dict[str, Callable[[], Path]] = {"idefics3": partial(tiny_checkpoint, "idefics3")}
-# Those that see them with a cache of their own only.
+# Those that see them with a cache of their own only. The last needs torchvision, which has no build for every torch.
+_WITH_TORCHVISION = ["qwen2_5_vl"] if find_spec("torchvision") else []
 SEEING_PRIVATE: dict[str, Callable[[], Path]] = {
-    kind: partial(tiny_seeing, kind) for kind in cases(["aria", "blip2"], ["aria"])
+    kind: partial(tiny_seeing, kind) for kind in [*cases(["aria", "blip2"], ["aria"]), *_WITH_TORCHVISION]
 }
 # Those whose cache the pool cannot hold.
 PRIVATE_KINDS = cases(PRIVATE, ["llama4"])
@@ -162,7 +164,7 @@ def private_model(name: str, path: Path, **changes: Any) -> ModelSpec:
     architecture = read_architecture(text or config)
     values: dict[str, Any] = {
         "path": str(path),
-        "text_only": text is not None,
+        "text_only": text is not None and not changes.get("sees_images"),
         "kv": "private",
         "shape": "one",
         "kv_bytes": 64 << 20,

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.engine.cases import CASES, GROWN, NOISE, SEEN, SEEN_FIRST, questions, sampling
+from tests.engine.cases import CASES, GROWN, NOISE, SEEN, questions, sampling
 from tests.support.kept import note
 
 SETTINGS = {
@@ -215,10 +215,15 @@ def main() -> None:
         for kind in given.seeing:
             write_each(partial(seen, out=given.out), given.out, [SEEING[kind]()])
     for kind in given.seeing_private:
-        from tests.engine.harness import SEEING_PRIVATE
+        from tests.support.tiny_seeing import PLACES, tiny_seeing
 
-        first = SEEN_FIRST if kind == "blip2" else SEEN
-        write_each(partial(seen, out=given.out, cases=first, private=True), given.out, [SEEING_PRIVATE[kind]()])
+        place = PLACES[kind]
+        asked = {
+            case: (text.replace("<image>", place), sizes, params)
+            for case, (text, sizes, params) in SEEN.items()
+            if place or len(sizes) < 2
+        }
+        write_each(partial(seen, out=given.out, cases=asked, private=True), given.out, [tiny_seeing(kind)])
     if given.fp8 is not None:
         asked = questions(given.fp8.name)
         cached = partial(answers, cases=tuple(asked), of=asked, kv_cache_dtype="fp8")

@@ -46,6 +46,8 @@ def body(family: Engines, stock: dict[str, Any], name: str, case: str, **more: A
 SERVED = [
     pytest.param("aria", marks=pytest.mark.serves("Aria (with images, private)", "served", "prefix cache")),
     pytest.param("blip2", marks=pytest.mark.serves("Blip2 (with images, private)", "served")),
+    # With torchvision, which the pinned packages lack.
+    pytest.param("qwen2_5_vl"),
 ]
 
 
@@ -66,18 +68,22 @@ def test_preempted_requests_see_their_images_again(family: Engines, stock_seeing
     check(family, stock, tag, cases)
 
 
-def test_after_a_death_requests_are_computed_again(family: Engines, stock_seeing_private: dict[str, Any]) -> None:
-    stock, tag, cases = stock_seeing_private[KIND], "dead", ["image", "two", "seed"]
+@pytest.mark.parametrize("kind", SEEING_PRIVATE)
+def test_after_a_death_requests_are_computed_again(
+    family: Engines, stock_seeing_private: dict[str, Any], kind: str
+) -> None:
+    stock, tag = stock_seeing_private[kind], f"{kind}-dead"
+    cases = [case for case in ("image", "two", "seed") if case in stock]
     requests = asked(family, stock, tag, cases)
-    family.lease(f"{KIND}/both", [family.admit(name, body) for name, body in requests.items()], steps=12)
+    family.lease(f"{kind}/both", [family.admit(name, body) for name, body in requests.items()], steps=12)
     family.until(lambda: all(family.tokens[name] for name in requests))
-    pid = family.pids[KIND, "both"]
-    family.kill(KIND, "both")
+    pid = family.pids[kind, "both"]
+    family.kill(kind, "both")
     family.expect_exit(pid)
-    family.reborn(KIND, "both")
+    family.reborn(kind, "both")
     sent = {name: list(family.tokens[name]) for name in requests}
     again = [family.admit(name, body, output_tokens=sent[name]) for name, body in requests.items()]
-    family.lease(f"{KIND}/both", again)
+    family.lease(f"{kind}/both", again)
     family.until(lambda: all(family.finished(name) for name in requests))
     check(family, stock, tag, cases)
 

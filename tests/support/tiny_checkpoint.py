@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import shutil
@@ -115,6 +117,13 @@ def picture(width: int, height: int) -> Image:
 
     values = np.random.default_rng(width * 10_000 + height).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(values)
+
+
+def data_url(width: int, height: int) -> str:
+    """That image as clients send it."""
+    with io.BytesIO() as file:
+        picture(width, height).save(file, "PNG")
+        return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def byte_token(byte: int) -> int:

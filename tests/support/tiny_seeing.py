@@ -13,6 +13,10 @@ from typing import Any
 from tests.support.tiny_checkpoint import CACHE, SPECIAL_TOKENS, VERSION, _write_tokenizer
 
 IMAGE_TOKEN = "<image>"
+# Qwen's processor knows its tokens by these names.
+_QWEN_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+# What stands for an image in a prompt, by kind; with nothing there is one image, before the prompt.
+PLACES = {"aria": IMAGE_TOKEN, "blip2": "", "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
 _IMAGE_TOKEN_ID = len(SPECIAL_TOKENS) + 256
 _TOKENS = {
     "bos_token_id": SPECIAL_TOKENS.index("<s>"),
@@ -34,8 +38,8 @@ def tiny_seeing(kind: str, max_len: int = 2048) -> Path:
     CACHE.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=CACHE, prefix=f".{path.name}-"))
     try:
-        # The images of BLIP-2 come before the prompt, wherever they are in a message.
-        _write_tokenizer(scratch, "llama", max_len, IMAGE_TOKEN, in_chats=kind != "blip2")
+        token = "" if kind == "qwen2_5_vl" else IMAGE_TOKEN
+        _write_tokenizer(scratch, "llama", max_len, token, in_chats=bool(PLACES[kind]))
         _KINDS[kind](scratch, max_len)
         (scratch / "generation_config.json").write_text(json.dumps({"eos_token_id": [_TOKENS["eos_token_id"]]}) + "\n")
         os.rename(scratch, path)
@@ -112,4 +116,42 @@ def _write_aria(path: Path, max_len: int) -> None:
     _write(path, "Aria", fields, images, {"size_conversion": {"490": 16, "980": 32}})
 
 
-_KINDS: dict[str, Callable[[Path, int], None]] = {"blip2": _write_blip2, "aria": _write_aria}
+def _write_qwen(path: Path, max_len: int) -> None:
+    """Qwen2.5-VL: positions of three parts, and images of any size. vLLM needs torchvision for it."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</s>", "<|im_start|>", *_QWEN_TOKENS]})
+    tokenizer.chat_template = tokenizer.chat_template.replace(IMAGE_TOKEN, PLACES["qwen2_5_vl"])
+    tokenizer.save_pretrained(path)
+    start, end, image, video = map(tokenizer.convert_tokens_to_ids, _QWEN_TOKENS)
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": max_len,
+        "rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [8, 12, 12]},
+        **_WIDE,
+        **_TOKENS,
+    }
+    fields = {
+        "text_config": text,
+        "vision_config": {
+            "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 256,
+            "fullatt_block_indexes": [1], **_WIDE,
+        },
+        "image_token_id": image,
+        "video_token_id": video,
+        "vision_start_token_id": start,
+        "vision_end_token_id": end,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    images = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 56 * 56, "max_pixels": 112 * 112}
+    _write(path, "Qwen2_5_VL", fields, images, {})
+    (path / "video_preprocessor_config.json").write_text('{"video_processor_type": "Qwen2VLVideoProcessor"}\n')
+
+
+_KINDS: dict[str, Callable[[Path, int], None]] = {"blip2": _write_blip2, "aria": _write_aria, "qwen2_5_vl": _write_qwen}
