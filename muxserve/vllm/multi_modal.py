@@ -81,7 +81,7 @@ def _lacking(error: BaseException) -> str:
     chain = [*_causes(error)]
     missing = [each.name for each in chain if isinstance(each, ModuleNotFoundError) and each.name]
     if missing:
-        return f"vLLM needs the module {missing[-1].partition('.')[0]} for them, which is not installed here"
+        return f"vLLM needs the module {missing[-1].partition('.')[0]}, which is not installed here"
     said = next((each for each in reversed(chain) if isinstance(each, ImportError)), error)
     return f"vLLM says: {next(iter(str(said).strip().splitlines()), repr(said))}"
 

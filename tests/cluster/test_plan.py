@@ -478,7 +478,7 @@ class TestServedWhole:
     """Multi-modal models with a cache of their own, by what vLLM says of them on this machine."""
 
     PRIVATE = ", kv: private"
-    NEEDS = "vLLM needs the module torchvision for them, which is not installed here"
+    NEEDS = "vLLM needs the module torchvision, which is not installed here"
 
     def resolve(
         self,

@@ -21,7 +21,7 @@ def test_it_takes_images_of_what_it_can_import() -> None:
 def test_it_names_the_module_that_it_lacks() -> None:
     found = served_whole(tiny_checkpoint("qwen2_5_vl"), "{}")
     assert (found.images, found.text) == (False, False)
-    assert found.why == "vLLM needs the module torchvision for them, which is not installed here"
+    assert found.why == "vLLM needs the module torchvision, which is not installed here"
 
 
 @pytest.mark.thorough
