@@ -9,15 +9,18 @@ vLLM's sleep mode: each group of GPUs has one model awake, which has them until 
 servers that sleep take nothing, wakes take as long as those of engines that rest, and the groups of GPUs and the order
 of the models are MuxServe's. The other ways cannot be deployed: engines take a part of their memory, and those that
 rest take nothing. They say what engines' memory costs.
+
+With `--defaults` the defaults of `deploy` for such a fleet come one after the other, on 4 GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -78,11 +81,55 @@ WAYS: Mapping[str, Callable[[Simulated], Simulated]] = {
 }
 
 
-def fleet_on(gpus: int) -> tuple[Simulated, list[Demand]]:
-    """The units that are deployed on so many GPUs."""
+# What the fleet file says of all models in place of the defaults; those of the policy `free` are the last ones.
+LARGE = {"max_num_seqs": 1024, "max_num_batched_tokens": 8192}
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "two engines, large steps": {"policy": "slack", "model_defaults": {"engines": "split", **LARGE}},
+    "one engine": {"policy": "slack", "model_defaults": LARGE},
+    "small steps": {"policy": "slack"},
+    "free": {},
+    "deployed": {},
+}
+
+
+def by_defaults(seeds: Sequence[int]) -> dict[str, list[dict[str, Any]]]:
+    """What the fleet keeps on 4 GPUs with the first defaults, the first two, and so on. Before the last one, the memory
+    of an idle model is free after 1 s."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for name, says in DEFAULTS.items():
+        made, demands = fleet_on(4, says)
+        if name != "deployed":
+            specs = {
+                unit: msgspec.structs.replace(spec, rules=replace(spec.rules, sleep_seconds=1.0))
+                for unit, spec in made.residency.items()
+            }
+            made = replace(made, residency=specs)
+        runs[name] = [played(made, demands, seed) for seed in seeds]
+        print(f"{name}: {[run['within'] for run in runs[name]]}", flush=True)
+    return runs
+
+
+def played(made: Simulated, demands: list[Demand], seed: int) -> dict[str, Any]:
+    """One run of the workload."""
+    load = list(open_workload(WORKLOAD.format(seed=seed), [each.name for each in demands]))
+    found = live_residency(made, demands, load, Roofline(), lambda *_: None)
+    residency = found.residency
+    assert residency is not None, "models sleep"
+    return {
+        "seed": seed,
+        "requests": len(load),
+        "within": round(found.within, 4),
+        "first_token_within": round(found.summary.overall.slo["ttft"], 4),
+        "wakes": residency.wakes,
+        "turns": residency.switches,
+    }
+
+
+def fleet_on(gpus: int, says: Mapping[str, Any] = MappingProxyType({})) -> tuple[Simulated, list[Demand]]:
+    """The units that are deployed on so many GPUs, of a fleet file that also says that."""
     declared: Mapping[str, Any] = yaml.safe_load(FLEET.read_text())
     file = FLEET.with_name(f".{FLEET.stem}-{gpus}.yaml")
-    file.write_text(yaml.safe_dump({**declared, "cluster": {**declared["cluster"], "gpus": gpus}}))
+    file.write_text(yaml.safe_dump({**declared, **says, "cluster": {**declared["cluster"], "gpus": gpus}}))
     try:
         loaded = load_fleet(file, serving=False)
     finally:
@@ -99,6 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--defaults", action="store_true", help="also the defaults, one after the other")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/one_memory.json")
     args = parser.parse_args()
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
@@ -107,21 +155,11 @@ def main() -> None:
         for way, changed in WAYS.items():
             served = changed(made)
             for seed in args.seeds:
-                load = list(open_workload(WORKLOAD.format(seed=seed), [each.name for each in demands]))
-                found = live_residency(served, demands, load, Roofline(), lambda *_: None)
-                told = found.residency
-                assert told is not None, "models sleep"
-                run = {
-                    "seed": seed,
-                    "requests": len(load),
-                    "within": round(found.within, 4),
-                    "first_token_within": round(found.summary.overall.slo["ttft"], 4),
-                    "wakes": told.wakes,
-                    "turns": told.switches,
-                }
+                run = played(served, demands, seed)
                 runs.setdefault(str(gpus), {}).setdefault(way, []).append(run)
                 print(f"{gpus} GPUs, {way}: {run}", flush=True)
-    write_report(args.out, {"machine": machine(), "workload": WORKLOAD, "runs": runs})
+    found = {"runs": runs, "defaults": by_defaults(args.seeds)} if args.defaults else {"runs": runs}
+    write_report(args.out, {"machine": machine(), "workload": WORKLOAD, **found})
 
 
 if __name__ == "__main__":
