@@ -124,7 +124,7 @@ def test_images(others: Engines, stock_seeing: dict[str, Any], mixed: bool) -> N
                 f"{tag}-{case}",
                 stock[case]["prompt"],
                 stock[case]["eos"],
-                features=features(stock, case),
+                features=features(stock[case]),
                 **sampling(SEEN[case][2]),
             )
             for case in SEEN
