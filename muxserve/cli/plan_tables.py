@@ -262,16 +262,17 @@ def show_policies(fleet: Fleet, plan: ClusterPlan) -> None:
     if not policies:
         return
     on_gpus = [unit for unit in plan.placement.units if unit.device != CPU and not unit.alone]
-    per_lease = shares_per_lease(fleet, plan.placement)
+    green = shares_per_lease(fleet, plan.placement)
     shares = ""
-    if per_lease:
+    # Other policies give engines in green contexts one share for their life.
+    if green and "slack" in policies:
         shares = "; engines have their shares from lease to lease"
     elif not on_gpus or any(unit.has_shares for unit in on_gpus):
         shares = "; engines have their shares for their life"
     console.print(f"policy {escape(enumerate_words(list(policies)))}{shares}")
     beside = any((unit.policy or fleet.policy) == "free" or unit.has_shares for unit in on_gpus)
     if beside and fleet.cluster.mps != "off":
-        what = "MPS and green contexts" if per_lease else "MPS"
+        what = "MPS and green contexts" if green else "MPS"
         console.print(f"`muxserve deploy` needs {what} for that; `muxserve doctor --gpu` tries it on the machine")
     elif on_gpus:
         console.print("jobs take turns on all SMs, for which `muxserve deploy` needs nothing of the GPUs")

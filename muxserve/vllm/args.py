@@ -152,7 +152,7 @@ def _caches_prefixes(model: ModelSpec) -> bool | None:
 
 
 def image_args() -> dict[str, Any]:
-    """Of a model whose requests may bring images."""
+    """vLLM's arguments for a model whose requests may bring images."""
     return {
         "limit_mm_per_prompt": {"image": IMAGES_PER_PROMPT, "video": 0, "audio": 0},
         # Without a cache or prefix caching vLLM would not take hashes, but numbers that several gateways give out.
